@@ -1,0 +1,25 @@
+"""EDM2 diffusion models: networks, training, post-hoc EMA and sampling."""
+
+from edm2 import phema
+from edm2.errors import UserError
+from edm2.loss import EDM2Loss, denoising_loss
+from edm2.network import Precond, force_weight_norm_
+from edm2.optimizer import EDM2Optimizer, learning_rate_schedule
+from edm2.presets import PRESETS, build
+from edm2.sampler import edm_sampler
+from edm2.version import __version__
+
+__all__ = [
+    "EDM2Loss",
+    "EDM2Optimizer",
+    "PRESETS",
+    "Precond",
+    "UserError",
+    "__version__",
+    "build",
+    "denoising_loss",
+    "edm_sampler",
+    "force_weight_norm_",
+    "learning_rate_schedule",
+    "phema",
+]

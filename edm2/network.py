@@ -1,0 +1,314 @@
+"""The magnitude-preserving diffusion U-Net (config G) and its preconditioning.
+
+Parameter names and shapes are those of the official release. Inside the U-Net, activations are contiguous
+`[N, H, W, C]` tensors; `Precond` takes and returns `[N, C, H, W]`. Equation numbers: Karras et al. 2024.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels as ops
+
+
+class MPFourier(nn.Module):
+    """Random Fourier features of unit variance, Eq. 75: `[N]` → fp32 `[N, num_channels]`."""
+
+    def __init__(self, num_channels: int, bandwidth: float = 1.0):
+        super().__init__()
+        self.register_buffer("freqs", 2 * math.pi * torch.randn(num_channels) * bandwidth)
+        self.register_buffer("phases", 2 * math.pi * torch.rand(num_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.outer(x.float(), self.freqs.float()) + self.phases.float()
+        return y.cos() * math.sqrt(2)
+
+
+class MPConv(nn.Module):
+    """Weight-normalised convolution or (with `kernel=()`) linear layer without bias, Eq. 47 and 66.
+
+    The raw weight `[out, in, *kernel]` is fp32. `forward` never writes to it: see `force_weight_norm_`.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: Sequence[int] = ()):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out_channels, in_channels, *kernel))
+
+    def prepare(self, dtype: torch.dtype, gain: Tensor | None = None, heads: int = 0) -> Tensor:
+        """The weight as the ops want it, `[taps, out, in]`: see `kernels.mp_weight`."""
+        return ops.mp_weight(self.weight, gain, dtype, heads)
+
+    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        op = ops.conv if self.weight.ndim == 4 else ops.linear
+        return op(x, self.prepare(x.dtype, gain))
+
+
+@torch.no_grad()
+def force_weight_norm_(net: nn.Module) -> None:
+    """Forced normalisation of every weight in place, Eq. 47: each row gets an RMS of (almost) 1.
+
+    For weights that are fresh or foreign (initialisation, import, fine-tuning). The optimizer does it after every
+    step. Not idempotent in floating point, hence never on resume.
+    """
+    for weight in normalized_weights(net):
+        weight.copy_(ops.normalize(weight, dim=range(1, weight.ndim)))
+
+
+def normalized_weights(net: nn.Module) -> list[nn.Parameter]:
+    """The parameters under forced weight normalisation: those of every `MPConv`."""
+    return [module.weight for module in net.modules() if isinstance(module, MPConv)]
+
+
+class Block(nn.Module):
+    """Residual block of the encoder or the decoder, optionally resampling first or attending last (Fig. 21).
+
+    An encoder block projects and pixel-normalises its main path on entry. A decoder block called with a `skip`
+    joins it to its input by MP-Cat (`in_channels` counts both) and projects on the way out.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        emb_channels: int,
+        flavor: str = "enc",
+        resample_mode: str = "keep",
+        resample_filter: Sequence[float] = (1, 1),
+        attention: bool = False,
+        channels_per_head: int = 64,
+        dropout: float = 0.0,
+        res_balance: float = 0.3,
+        attn_balance: float = 0.3,
+        concat_balance: float = 0.5,
+        clip_act: float | None = 256.0,
+    ):
+        super().__init__()
+        if attention and (out_channels < channels_per_head or out_channels % channels_per_head):
+            raise ValueError(f"{out_channels} channels with attention are not a multiple of channels_per_head={channels_per_head}")
+        self.flavor, self.resample_mode, self.resample_filter = flavor, resample_mode, tuple(resample_filter)
+        self.heads = out_channels // channels_per_head if attention else 0
+        self.dropout, self.clip_act = dropout, clip_act
+        self.res_balance, self.attn_balance, self.concat_balance = res_balance, attn_balance, concat_balance
+        self.emb_gain = nn.Parameter(torch.zeros([]))
+        self.conv_res0 = MPConv(out_channels if flavor == "enc" else in_channels, out_channels, (3, 3))
+        self.emb_linear = MPConv(emb_channels, out_channels)
+        self.conv_res1 = MPConv(out_channels, out_channels, (3, 3))
+        self.conv_skip = MPConv(in_channels, out_channels, (1, 1)) if in_channels != out_channels else None
+        self.attn_qkv = MPConv(out_channels, out_channels * 3, (1, 1)) if attention else None
+        self.attn_proj = MPConv(out_channels, out_channels, (1, 1)) if attention else None
+
+    def forward(self, x: Tensor, emb: Tensor, skip: Tensor | None = None) -> Tensor:
+        """x `[N, H, W, Cin − Cskip]`, fp32 emb `[N, Cemb]`, skip `[N, H, W, Cskip]` → `[N, H', W', Cout]`."""
+        x, y = self._enter(x, skip)
+        m = (self.emb_linear(emb, gain=self.emb_gain) + 1).to(x.dtype)
+        y = ops.conv_silu(y, self.conv_res0.prepare(x.dtype), m)
+        y = F.dropout(y, self.dropout, self.training)
+        x = self._join(x, y, skip, clip=None if self.heads else self.clip_act)
+        return self._attend(x) if self.heads else x
+
+    def _enter(self, x: Tensor, skip: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The main path and the activated input of the residual branch."""
+        if skip is not None:
+            return x, ops.cat_silu(x, skip, self.concat_balance)
+        if self.flavor == "dec":
+            x = ops.resample(x, self.resample_filter, self.resample_mode)
+            return x, ops.mp_silu(x)
+        if self.conv_skip is None and self.resample_mode == "down" and self.resample_filter == (1, 1):
+            return ops.down_pixel_norm_silu(x)
+        x = ops.resample(x, self.resample_filter, self.resample_mode)
+        return ops.pixel_norm_silu(x if self.conv_skip is None else self.conv_skip(x))
+
+    def _join(self, x: Tensor, y: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
+        """MP-Sum of the main path and the residual branch."""
+        w = self.conv_res1.prepare(y.dtype)
+        if skip is not None:
+            w_skip = self.conv_skip.prepare(y.dtype)
+            return ops.conv_cat_sum(y, w, x, skip, w_skip, self.concat_balance, self.res_balance, clip)
+        if self.flavor == "dec" and self.conv_skip is not None:
+            x = self.conv_skip(x)
+        return ops.conv_sum(y, w, x, self.res_balance, clip)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        qkv = ops.conv(x, self.attn_qkv.prepare(x.dtype, heads=self.heads))
+        y = ops.cosine_attention(qkv, self.heads)
+        return ops.conv_sum(y, self.attn_proj.prepare(x.dtype), x, self.attn_balance, self.clip_act)
+
+
+class UNet(nn.Module):
+    """The raw network F, Fig. 21. Defaults are those of the published ImageNet networks.
+
+    `img_resolution` names the levels and chooses where to attend (`attn_resolutions`, in pixels of the network's
+    own grid); `forward` takes any H and W that are multiples of `granularity`.
+    """
+
+    def __init__(
+        self,
+        img_resolution: int,
+        img_channels: int,
+        label_dim: int,
+        model_channels: int = 192,
+        channel_mult: Sequence[float] = (1, 2, 3, 4),
+        channel_mult_noise: float | None = None,
+        channel_mult_emb: float | None = None,
+        num_blocks: int = 3,
+        attn_resolutions: Sequence[int] = (16, 8),
+        label_balance: float = 0.5,
+        concat_balance: float = 0.5,
+        **block_kwargs: Any,
+    ):
+        super().__init__()
+        widths = [int(model_channels * mult) for mult in channel_mult]
+        noise_channels = widths[0] if channel_mult_noise is None else int(model_channels * channel_mult_noise)
+        emb_channels = max(widths) if channel_mult_emb is None else int(model_channels * channel_mult_emb)
+        self.granularity = 2 ** (len(widths) - 1)
+        if img_resolution % self.granularity:
+            raise ValueError(f"img_resolution {img_resolution} is not a multiple of {self.granularity} ({len(widths)} levels)")
+        self.label_dim, self.label_balance = label_dim, label_balance
+        self.out_gain = nn.Parameter(torch.zeros([]))
+        self.emb_fourier = MPFourier(noise_channels)
+        self.emb_noise = MPConv(noise_channels, emb_channels)
+        self.emb_label = MPConv(label_dim, emb_channels) if label_dim else None
+
+        block = partial(Block, emb_channels=emb_channels, concat_balance=concat_balance, **block_kwargs)
+        resolutions = [img_resolution >> level for level in range(len(widths))]
+        attend = [res in attn_resolutions for res in resolutions]
+        self.enc = nn.ModuleDict()
+        skips = []  # widths on the skip stack
+        for level, (res, width) in enumerate(zip(resolutions, widths)):
+            if level == 0:
+                self.enc[f"{res}x{res}_conv"] = MPConv(img_channels + 1, width, (3, 3))
+                skips.append(width)
+            else:
+                self.enc[f"{res}x{res}_down"] = block(skips[-1], skips[-1], resample_mode="down")
+                skips.append(skips[-1])
+            for i in range(num_blocks):
+                self.enc[f"{res}x{res}_block{i}"] = block(skips[-1], width, attention=attend[level])
+                skips.append(width)
+
+        block = partial(block, flavor="dec")
+        self.dec = nn.ModuleDict()
+        current = skips[-1]
+        for level, (res, width) in reversed(list(enumerate(zip(resolutions, widths)))):
+            if level == len(widths) - 1:
+                self.dec[f"{res}x{res}_in0"] = block(current, current, attention=True)
+                self.dec[f"{res}x{res}_in1"] = block(current, current)
+            else:
+                self.dec[f"{res}x{res}_up"] = block(current, current, resample_mode="up")
+            for i in range(num_blocks + 1):
+                self.dec[f"{res}x{res}_block{i}"] = block(current + skips.pop(), width, attention=attend[level])
+                current = width
+        self.out_conv = MPConv(current, img_channels, (3, 3))
+
+    def forward(self, x: Tensor, c_noise: Tensor, labels: Tensor | None = None) -> Tensor:
+        """x `[N, H, W, C]` in the compute dtype, c_noise `[N]`, labels `[N, label_dim]` or None → `[N, H, W, C]`."""
+        emb = self.embed(c_noise, labels)
+        x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
+        skips = []
+        for module in self.enc.values():
+            x = module(x, emb) if isinstance(module, Block) else module(x)
+            skips.append(x)
+        for name, block in self.dec.items():
+            x = block(x, emb, skips.pop() if "block" in name else None)
+        return self.out_conv(x, gain=self.out_gain)
+
+    def embed(self, c_noise: Tensor, labels: Tensor | None) -> Tensor:
+        """The fp32 embedding `[N, Cemb]` of the noise level and the class."""
+        emb = self.emb_noise(self.emb_fourier(c_noise))
+        if self.emb_label is not None:
+            emb = ops.mp_sum(emb, self.emb_label(labels * math.sqrt(self.label_dim)), self.label_balance)
+        return ops.mp_silu(emb)
+
+
+class Precond(nn.Module):
+    """The denoiser D(x; σ) around the U-Net, Eq. 4–8, with the uncertainty head u(σ) of Eq. 14.
+
+    `dtype` is the compute dtype and overrides `use_fp16` on every device; without it a CPU computes in fp32.
+    `unet_kwargs` go to `UNet` and `Block`. `config` holds the arguments, for snapshots.
+    """
+
+    def __init__(
+        self,
+        img_resolution: int,
+        img_channels: int,
+        label_dim: int,
+        use_fp16: bool = True,
+        sigma_data: float = 0.5,
+        logvar_channels: int = 128,
+        dtype: torch.dtype | None = None,
+        **unet_kwargs: Any,
+    ):
+        super().__init__()
+        self.img_resolution, self.img_channels, self.label_dim = img_resolution, img_channels, label_dim
+        self.use_fp16, self.sigma_data, self.dtype = use_fp16, sigma_data, dtype
+        self.config = dict(
+            img_resolution=img_resolution, img_channels=img_channels, label_dim=label_dim, use_fp16=use_fp16,
+            sigma_data=sigma_data, logvar_channels=logvar_channels, **unet_kwargs,
+        )  # fmt: skip
+        self.unet = UNet(img_resolution, img_channels, label_dim, **unet_kwargs)
+        self.logvar_fourier = MPFourier(logvar_channels)
+        self.logvar_linear = MPConv(logvar_channels, 1)
+
+    def forward(
+        self,
+        x: Tensor,
+        sigma: Tensor | float,
+        class_labels: Tensor | None = None,
+        force_fp32: bool = False,
+        return_logvar: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Denoise x `[N, C, H, W]` at noise level sigma (`[N]`, `[N, 1, 1, 1]` or a scalar); returns fp32.
+
+        class_labels: float `[N, label_dim]` or int64 class indices `[N]`; None means all zeros; ignored by an
+        unconditional network. With `return_logvar` also returns u(σ), fp32 `[N, 1, 1, 1]`.
+        """
+        self._check_shape(x)
+        x = x.float()
+        sigma = self._sigma(sigma, x)
+        labels = self._labels(class_labels, x)
+        total = sigma**2 + self.sigma_data**2
+        c_skip, c_out = self.sigma_data**2 / total, sigma * self.sigma_data / total.sqrt()
+        c_in, c_noise = 1 / total.sqrt(), sigma.flatten().log() / 4
+
+        x_in = (c_in * x).to(self._compute_dtype(x, force_fp32)).permute(0, 2, 3, 1).contiguous()
+        F_x = self.unet(x_in, c_noise, labels).permute(0, 3, 1, 2).float()
+        D_x = c_skip * x + c_out * F_x
+        return (D_x, self.logvar(c_noise)) if return_logvar else D_x
+
+    def logvar(self, c_noise: Tensor) -> Tensor:
+        """The learned log-variance u of the loss at c_noise = ln(σ)/4: `[N]` → `[N, 1, 1, 1]`."""
+        return self.logvar_linear(self.logvar_fourier(c_noise)).reshape(-1, 1, 1, 1)
+
+    def _compute_dtype(self, x: Tensor, force_fp32: bool) -> torch.dtype:
+        if force_fp32:
+            return torch.float32
+        if self.dtype is not None:
+            return self.dtype
+        return torch.float16 if self.use_fp16 and x.device.type != "cpu" else torch.float32
+
+    def _check_shape(self, x: Tensor) -> None:
+        step = self.unet.granularity
+        if x.ndim != 4 or x.shape[1] != self.img_channels or x.shape[2] % step or x.shape[3] % step:
+            raise ValueError(f"x: expected [N, {self.img_channels}, H, W] with H and W multiples of {step}, got {list(x.shape)}")
+
+    def _sigma(self, sigma: Tensor | float, x: Tensor) -> Tensor:
+        sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).reshape(-1, 1, 1, 1)
+        if sigma.shape[0] not in (1, x.shape[0]):
+            raise ValueError(f"sigma: expected a scalar or {x.shape[0]} values, got {sigma.shape[0]}")
+        return sigma.expand(x.shape[0], 1, 1, 1)
+
+    def _labels(self, labels: Tensor | None, x: Tensor) -> Tensor | None:
+        """Class labels as fp32 `[N, label_dim]`, or None for an unconditional network."""
+        if self.label_dim == 0:
+            return None
+        if labels is None:
+            return x.new_zeros(x.shape[0], self.label_dim)
+        if labels.ndim == 1 and not labels.is_floating_point():
+            labels = F.one_hot(labels.long(), self.label_dim)
+        if labels.ndim != 2 or labels.shape[1] != self.label_dim or labels.shape[0] not in (1, x.shape[0]):
+            raise ValueError(f"class_labels: expected [{x.shape[0]}, {self.label_dim}], got {list(labels.shape)}")
+        return labels.to(device=x.device, dtype=torch.float32)

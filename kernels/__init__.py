@@ -1,0 +1,40 @@
+"""The ops of the EDM2 network: each has one meaning, stated in `kernels.reference`.
+
+Activations are `[N, H, W, C]`; prepared weights `[taps, Cout, Cin]`. This package knows nothing of diffusion.
+"""
+
+from kernels.reference import (
+    cat_silu,
+    conv,
+    conv_cat_sum,
+    conv_silu,
+    conv_sum,
+    cosine_attention,
+    down_pixel_norm_silu,
+    linear,
+    mp_cat,
+    mp_silu,
+    mp_sum,
+    mp_weight,
+    normalize,
+    pixel_norm_silu,
+    resample,
+)
+
+__all__ = [
+    "cat_silu",
+    "conv",
+    "conv_cat_sum",
+    "conv_silu",
+    "conv_sum",
+    "cosine_attention",
+    "down_pixel_norm_silu",
+    "linear",
+    "mp_cat",
+    "mp_silu",
+    "mp_sum",
+    "mp_weight",
+    "normalize",
+    "pixel_norm_silu",
+    "resample",
+]

@@ -1,0 +1,166 @@
+"""The meaning of every op, in plain differentiable PyTorch. Runs on any device; it is also the CPU path.
+
+Legend: N images, H×W pixels, C channels, `[taps, Cout, Cin]` prepared weight (9 taps of a 3×3 in row-major
+order, or 1), D channels per head. Equation numbers are those of Karras et al., "Analyzing and Improving the
+Training Dynamics of Diffusion Models" (arXiv 2312.02696).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+EPS = 1e-4  # every normalisation of the paper's config G
+SILU_SCALE = 1 / 0.596  # Eq. 81; the rounded constant is what the published networks were trained with
+
+
+def normalize(x: Tensor, dim: int | Sequence[int], eps: float = EPS) -> Tensor:
+    """`x / (eps + rms(x))`, the root mean square taken over `dim` in fp32. Eq. 47 with eps relative to the RMS.
+
+    At `x = 0` the result is 0 and the derivative `1 / eps`.
+    """
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    count = math.prod(x.shape[d] for d in dims)
+    norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=torch.float32)
+    return x / (eps + norm / math.sqrt(count)).to(x.dtype)
+
+
+def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0) -> Tensor:
+    """Raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]` → prepared `[k·k, Cout, Cin]` in `dtype`. Eq. 66.
+
+    Each row is normalised, scaled by `gain / sqrt(fan_in)` in fp32 and cast. `gain` is a learned scalar (Eq. 104)
+    or None for 1. With `heads`, the rows of a qkv weight move from the checkpoint's order (head, channel, q|k|v)
+    to (head, q|k|v, channel), which `cosine_attention` expects.
+    """
+    if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]):
+        raise ValueError(f"w: expected [Cout, Cin] or [Cout, Cin, k, k], got {list(w.shape)}")
+    rows = w.flatten(1).float()
+    scale = 1 / math.sqrt(rows.shape[1])
+    rows = normalize(rows, dim=1) * (scale if gain is None else gain * scale)
+    rows = rows.to(dtype).reshape(w.shape[0], w.shape[1], -1)
+    if heads:
+        rows = rearrange(rows, "(h d s) ci t -> (h s d) ci t", h=heads, s=3)
+    return rearrange(rows, "co ci t -> t co ci")
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """`x @ w[0].T`: x `[..., Cin]`, w `[1, Cout, Cin]` → `[..., Cout]`."""
+    _check_channels("x", x, w)
+    return F.linear(x, w[0])
+
+
+def conv(x: Tensor, w: Tensor) -> Tensor:
+    """3×3 or 1×1 convolution, stride 1, zero padding: x `[N, H, W, Cin]`, w `[9 or 1, Cout, Cin]` → `[N, H, W, Cout]`."""
+    if w.shape[0] == 1:
+        return linear(x, w)
+    _check_channels("x", x, w)
+    kernel = rearrange(w, "(kh kw) co ci -> co ci kh kw", kh=3, kw=3)
+    return F.conv2d(x.permute(0, 3, 1, 2), kernel, padding=1).permute(0, 2, 3, 1)
+
+
+def conv_silu(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    """MP-SiLU of the convolution modulated per image and channel by m `[N, Cout]`."""
+    return mp_silu(conv(x, w) * m[:, None, None, :])
+
+
+def conv_sum(x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | None = None) -> Tensor:
+    """MP-Sum of `residual` `[N, H, W, Cout]` (weight ∝ 1−t) and the convolution of x (weight ∝ t), then clip."""
+    return mp_sum(residual, conv(x, w), t, clip)
+
+
+def conv_cat_sum(
+    x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, t: float, clip: float | None = None
+) -> Tensor:
+    """`conv_sum` whose residual is the 1×1 convolution `w_skip` `[1, Cout, Ca+Cb]` of the MP-Cat of a and b."""
+    return conv_sum(x, w, conv(mp_cat(a, b, cat_t), w_skip), t, clip)
+
+
+def mp_silu(x: Tensor) -> Tensor:
+    """`silu(x) / 0.596`: unit-variance input gives unit mean square. Eq. 81."""
+    return F.silu(x) * SILU_SCALE
+
+
+def mp_sum(a: Tensor, b: Tensor, t: float, clip: float | None = None) -> Tensor:
+    """`((1−t)·a + t·b) / sqrt((1−t)² + t²)`, Eq. 88, clamped to ±clip if given."""
+    scale = 1 / math.hypot(1 - t, t)
+    y = a * ((1 - t) * scale) + b * (t * scale)
+    return y if clip is None else y.clamp(-clip, clip)
+
+
+def mp_cat(a: Tensor, b: Tensor, t: float) -> Tensor:
+    """Concatenation along the last axis, each part scaled so that it contributes by (1−t) and t. Eq. 103."""
+    scale_a, scale_b = cat_scales(a.shape[-1], b.shape[-1], t)
+    return torch.cat([a * scale_a, b * scale_b], dim=-1)
+
+
+def cat_scales(channels_a: int, channels_b: int, t: float) -> tuple[float, float]:
+    """The two factors of MP-Cat for sources of `channels_a` and `channels_b` channels."""
+    scale = math.sqrt((channels_a + channels_b) / ((1 - t) ** 2 + t**2))
+    return (1 - t) * scale / math.sqrt(channels_a), t * scale / math.sqrt(channels_b)
+
+
+def cat_silu(a: Tensor, b: Tensor, t: float) -> Tensor:
+    """MP-SiLU of MP-Cat: `[N, H, W, Ca]`, `[N, H, W, Cb]` → `[N, H, W, Ca+Cb]`."""
+    return mp_silu(mp_cat(a, b, t))
+
+
+def pixel_norm_silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalise each pixel over its channels: returns the normalised x and its MP-SiLU."""
+    x = normalize(x, dim=-1)
+    return x, mp_silu(x)
+
+
+def down_pixel_norm_silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`pixel_norm_silu` behind a 2×2 mean: `[N, H, W, C]` → two tensors `[N, H/2, W/2, C]`."""
+    return pixel_norm_silu(resample(x, (1, 1), "down"))
+
+
+def cosine_attention(qkv: Tensor, heads: int) -> Tensor:
+    """Attention over all pixels of an image with normalised q, k and v.
+
+    qkv `[N, H, W, heads·3·D]`, channels (head, q|k|v, D) → `[N, H, W, heads·D]`. |q| ≤ sqrt(D), so logits lie in
+    ±sqrt(D).
+    """
+    if qkv.shape[-1] % (3 * heads):
+        raise ValueError(f"qkv: {qkv.shape[-1]} channels are not a multiple of 3 × {heads} heads")
+    height, width = qkv.shape[1:3]
+    q, k, v = normalize(rearrange(qkv, "n h w (g s d) -> s n g (h w) d", g=heads, s=3), dim=-1)
+    logits = torch.einsum("ngqd,ngkd->ngqk", q, k / math.sqrt(q.shape[-1]))
+    y = torch.einsum("ngqk,ngkd->ngqd", logits.softmax(dim=-1), v)
+    return rearrange(y, "n g (h w) d -> n h w (g d)", h=height, w=width)
+
+
+def resample(x: Tensor, filter: Sequence[float] = (1, 1), mode: str = "keep") -> Tensor:
+    """Halve ("down") or double ("up") H and W with a separable even-length filter, or "keep" them.
+
+    The filter is normalised to sum 1. (1, 1) is the 2×2 mean and nearest-neighbour doubling.
+    """
+    if mode == "keep":
+        return x
+    if mode not in ("down", "up") or len(filter) % 2:
+        raise ValueError(f"resample: expected mode keep, down or up and an even-length filter, got {mode}, {filter}")
+    if tuple(filter) == (1, 1):
+        return _mean_2x2(x) if mode == "down" else _nearest_2x2(x)
+    channels, pad = x.shape[-1], (len(filter) - 1) // 2
+    f = torch.tensor(filter, dtype=torch.float32, device=x.device)
+    f = torch.outer(f, f) / f.sum() ** 2 * (4 if mode == "up" else 1)
+    f = f.to(x.dtype).expand(channels, 1, -1, -1)
+    op = F.conv2d if mode == "down" else F.conv_transpose2d
+    return op(x.permute(0, 3, 1, 2), f, groups=channels, stride=2, padding=pad).permute(0, 2, 3, 1)
+
+
+def _mean_2x2(x: Tensor) -> Tensor:
+    return F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+
+
+def _nearest_2x2(x: Tensor) -> Tensor:
+    n, h, w, c = x.shape
+    return x[:, :, None, :, None, :].expand(n, h, 2, w, 2, c).reshape(n, 2 * h, 2 * w, c)
+
+
+def _check_channels(name: str, x: Tensor, w: Tensor) -> None:
+    if x.shape[-1] != w.shape[-1]:
+        raise ValueError(f"{name}: {x.shape[-1]} channels do not match the weight's {w.shape[-1]} (w is {list(w.shape)})")
