@@ -1,0 +1,1 @@
+"""Commands of `python -m edm2`; one file per group."""

@@ -1,0 +1,116 @@
+"""`python -m edm2 dataset`: make datasets."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+from edm2.data import ImageDataset
+from edm2.errors import UserError
+from edm2.image_files import ImageFiles, write_zip
+
+
+@click.group()
+def dataset() -> None:
+    """Make datasets for training."""
+
+
+@dataset.command()
+@click.argument("dest", metavar="OUT.zip", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+def digits(dest: Path, overwrite: bool) -> None:
+    """Write scikit-learn's 1,797 scanned digits (8x8, grey, 10 classes) as a dataset."""
+    images, labels = load_digits()
+    if dest.exists() and not overwrite and _holds(dest, images, labels):
+        click.echo(f"{dest} already holds the digits; left as it is")
+        return
+    _refuse_existing(dest, overwrite)
+    write_zip(dest, images, labels)
+    click.echo(f"wrote {dest}: {len(images)} images")
+
+
+@dataset.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("dest", metavar="DEST.zip", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--resolution", type=click.IntRange(min=1), help="Scale and crop to N x N pixels.  [default: keep]")
+@click.option("--grey", is_flag=True, help="Write one channel instead of RGB.")
+@click.option("--labels-from-folders", is_flag=True, help="One class per sub-folder, in order of name.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+def convert(
+    source: Path, dest: Path, resolution: int | None, grey: bool, labels_from_folders: bool, overwrite: bool
+) -> None:
+    """Turn a folder or ZIP of images into a dataset of equally sized ones.
+
+    --resolution resizes as ADM did for ImageNet: halve with a box filter while the short side is at least twice the
+    target, bring it to the target bicubically, crop the centre. Labels come from SOURCE's dataset.json if it has one.
+    """
+    _refuse_existing(dest, overwrite)
+    files = ImageFiles(source)
+    labels = folder_labels(files) if labels_from_folders else files.labels()
+    images = _converted(files, resolution, "L" if grey else "RGB")
+    write_zip(dest, images, None if labels is None else labels.tolist())
+    classes = "no labels" if labels is None else "labels"
+    click.echo(f"wrote {dest}: {len(files.names)} images, {classes}")
+
+
+def load_digits() -> tuple[np.ndarray, list[int]]:
+    """Images uint8 [1797,8,8] and their labels 0..9, in scikit-learn's order; UserError without scikit-learn."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as e:
+        raise UserError("the digits need scikit-learn: pip install 'edm2-triton[digits]'") from e
+    data = load_digits()
+    return np.round(data.images * (255 / 16)).astype(np.uint8), data.target.tolist()  # stored as 0..16
+
+
+def center_crop(image: Image.Image, resolution: int) -> Image.Image:
+    """ADM's preprocessing (Dhariwal & Nichol 2021): the centre resolution x resolution pixels at the right scale."""
+    while min(image.size) >= 2 * resolution:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = resolution / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
+    return image.crop((left, top, left + resolution, top + resolution))
+
+
+def folder_labels(files: ImageFiles) -> np.ndarray:
+    """Class indices int64 [n]: the rank of each file's folder among all folders; UserError for a file in none."""
+    folders = [name.rpartition("/")[0] for name in files.names]
+    if "" in folders:
+        loose = files.names[folders.index("")]
+        raise UserError(f"--labels-from-folders: {files.where(loose)} is in no sub-folder; move or remove it")
+    return np.unique(folders, return_inverse=True)[1]
+
+
+def _converted(files: ImageFiles, resolution: int | None, mode: str) -> Iterator[np.ndarray]:
+    size = None
+    for name in tqdm(files.names, unit="img", disable=None):  # no bar where stderr is not a terminal
+        image = files.image(name).convert(mode)
+        if resolution is not None:
+            image = center_crop(image, resolution)
+        size = size or image.size
+        if image.size != size:
+            sizes = f"{image.width}x{image.height} but {files.names[0]} is {size[0]}x{size[1]}"
+            raise UserError(f"{files.where(name)} is {sizes}; give --resolution")
+        yield np.asarray(image)
+
+
+def _refuse_existing(dest: Path, overwrite: bool) -> None:
+    if dest.exists() and not overwrite:
+        raise UserError(f"{dest} exists; choose another name or give --overwrite")
+
+
+def _holds(path: Path, images: np.ndarray, labels: list[int]) -> bool:
+    try:
+        old = ImageDataset(path)
+        if old.nbytes != images.nbytes:
+            return False
+        old.load()
+    except UserError:
+        return False
+    everything = range(len(old))
+    same_images = np.array_equal(old.images(everything), images[:, None])
+    return same_images and np.array_equal(old.labels(everything), np.eye(10, dtype=np.float32)[labels])

@@ -1,0 +1,172 @@
+"""Image files on disk: a folder or a ZIP of images (or `.npy` arrays) with a `dataset.json`.
+
+`dataset.json` is {"labels": [[file name, label], ...] or null}. Integer labels are class indices, lists of numbers
+are label vectors. This is the layout of the official release's datasets.
+"""
+
+import io
+import json
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from edm2.errors import UserError
+from edm2.files import replacing
+
+
+class ImageFiles:
+    """The image files of a folder (with its sub-folders) or ZIP: `names` sorted, relative to `path`.
+
+    Hidden files and files of other kinds are skipped. Safe to fork and to pickle: each process opens the ZIP anew.
+    UserError if the path does not exist, is neither folder nor ZIP, or holds no image.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._zip, self._zip_pid = None, None
+        if not self.path.exists():
+            raise UserError(f"dataset {path} does not exist; give a folder or ZIP of images")
+        found = set(_walk(self.path) if self.path.is_dir() else self._open_zip().namelist())
+        suffixes = _image_suffixes()
+        visible = (name for name in found if "/." not in f"/{name}")
+        self.names = sorted(name for name in visible if os.path.splitext(name)[1].lower() in suffixes)
+        self.has_json = "dataset.json" in found
+        if not self.names:
+            raise UserError(f"{path} holds no images; expected PNG, JPEG, ... or .npy files")
+
+    def __getstate__(self):
+        return {**self.__dict__, "_zip": None}
+
+    def _open_zip(self) -> zipfile.ZipFile:
+        # A forked process shares its parent's file position, so a handle serves only the process that opened it.
+        if self._zip is None or self._zip_pid != os.getpid():
+            try:
+                self._zip, self._zip_pid = zipfile.ZipFile(self.path), os.getpid()
+            except (OSError, zipfile.BadZipFile) as e:
+                raise UserError(f"{self.path} is neither a folder nor a readable ZIP ({e})") from e
+        return self._zip
+
+    def where(self, name: str) -> str:
+        """The file's full name, for messages."""
+        return f"{self.path}/{name}"
+
+    def read(self, name: str) -> bytes:
+        """The file's bytes; UserError if they cannot be read."""
+        with _reading(self.where(name)):
+            return (self.path / name).read_bytes() if self.path.is_dir() else self._open_zip().read(name)
+
+    def image(self, name: str) -> Image.Image:
+        """The decoded image, mode L (grey) or RGB; palettes become RGB, alpha is dropped. UserError if damaged."""
+        data = self.read(name)
+        with _reading(self.where(name)), Image.open(io.BytesIO(data)) as image:
+            if image.mode[0] in "IF":
+                raise ValueError(f"{image.mode} pixels would lose precision; store 8 bits per channel")
+            if image.mode in ("P", "PA"):
+                image = image.convert("RGBA")  # straight to RGB, Pillow warns about transparent palettes
+            return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+
+    def array(self, name: str) -> np.ndarray:
+        """The file as [C,H,W]: uint8 for images, uint8 or float32 as stored for `.npy`. UserError if damaged."""
+        if not name.lower().endswith(".npy"):
+            pixels = np.array(self.image(name))  # [H,W] or [H,W,C]
+            return np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1))
+        data = self.read(name)
+        with _reading(self.where(name)):
+            array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+            if array.ndim != 3 or array.dtype not in (np.uint8, np.float32):
+                raise ValueError(f"expected uint8 or float32 [C,H,W], got {array.dtype} {list(array.shape)}")
+            return np.ascontiguousarray(array)
+
+    def labels(self) -> np.ndarray | None:
+        """Class indices int64 [n] or label vectors float32 [n,L] in the order of `names`; None if there are none.
+
+        UserError if dataset.json is malformed, lacks a file or mixes kinds of label.
+        """
+        if not self.has_json:
+            return None
+        where, text = self.where("dataset.json"), self.read("dataset.json")
+        try:
+            entries = json.loads(text)["labels"]
+            table = None if entries is None else {name.replace("\\", "/"): label for name, label in entries}
+        except Exception as e:  # not JSON, not a dictionary, no such key, not pairs, not a name, ...
+            raise UserError(f'{where} is malformed; expected {{"labels": [[file name, label], ...]}} or null') from e
+        if table is None:
+            return None
+        missing = next((name for name in self.names if name not in table), None)
+        if missing is not None:
+            raise UserError(f"{where} has no label for {missing}; add one or remove the file")
+        return _label_array(where, self.names, [table[name] for name in self.names])
+
+
+def write_zip(path: str | Path, images: Iterable[np.ndarray], labels: Sequence | None = None) -> None:
+    """Write a dataset: an uncompressed ZIP of PNGs named 00000/img00000000.png, ..., and dataset.json.
+
+    images: uint8 [H,W] or [H,W,C], streamed; labels: one class index (or vector) per image, or None. The file appears
+    only when complete, and equal input gives equal bytes. ValueError if the number of labels is wrong.
+    """
+    names = []
+    with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+        for i, image in enumerate(images):
+            names.append(f"{i // 1000:05d}/img{i:08d}.png")
+            _add(archive, names[-1], _png(image))
+        entries = None if labels is None else list(zip(names, labels, strict=True))
+        _add(archive, "dataset.json", json.dumps({"labels": entries}).encode())
+
+
+def _image_suffixes() -> set[str]:
+    return {s for s, fmt in Image.registered_extensions().items() if fmt in Image.OPEN} | {".npy"}
+
+
+def _walk(root: Path) -> Iterator[str]:
+    for folder, _, names in os.walk(root):
+        prefix = Path(folder).relative_to(root).as_posix()
+        yield from names if prefix == "." else (f"{prefix}/{name}" for name in names)
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Any failure inside becomes a UserError: a damaged file makes decoders raise almost anything."""
+    try:
+        yield
+    except UserError:
+        raise
+    except UnidentifiedImageError as e:
+        raise UserError(f"cannot read {where}: not an image; replace or remove it") from e
+    except Exception as e:
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise UserError(f"cannot read {where}: {reason}; replace or remove it") from e
+
+
+def _label_array(where: str, names: list[str], labels: list) -> np.ndarray:
+    length = len(labels[0]) if isinstance(labels[0], list) and labels[0] else None
+    for name, label in zip(names, labels, strict=True):
+        if not _is_label(label, length):
+            wanted = "an integer >= 0" if length is None else f"a list of {length} finite numbers"
+            raise UserError(f"{where}: the label of {name} is {repr(label)[:50]}; expected {wanted}, as for all images")
+    return np.array(labels, np.int64 if length is None else np.float32)
+
+
+def _is_label(label, length: int | None) -> bool:
+    if length is None:
+        return type(label) is int and 0 <= label < 2**31
+    numbers = type(label) is list and all(type(v) in (int, float) for v in label)
+    return numbers and len(label) == length and all(abs(v) < 3e38 for v in label)  # finite in float32
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    info = zipfile.ZipInfo(name)  # dated 1980, so that equal content gives equal bytes
+    info.create_system, info.external_attr = 3, 0o644 << 16  # else unzip creates unreadable files
+    archive.writestr(info, data)
+
+
+def _png(image: np.ndarray) -> bytes:
+    if image.dtype != np.uint8:
+        raise ValueError(f"write_zip: images must be uint8, got {image.dtype}")
+    buffer = io.BytesIO()
+    Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image).save(buffer, "png")
+    return buffer.getvalue()
