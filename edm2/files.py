@@ -8,6 +8,10 @@ from pathlib import Path
 from edm2.errors import UserError
 
 
+_UMASK = os.umask(0)
+os.umask(_UMASK)  # it can only be read by setting it
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary name beside `path`; what was written there takes the place of `path` if the block succeeds.
@@ -21,6 +25,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_UMASK)  # some writers create files that only their owner may read
         os.replace(temporary, path)
     except OSError as e:
         raise UserError(f"cannot write {path}: {e.strerror or e}") from e

@@ -1,0 +1,87 @@
+"""The state of a training run on disk, and the folder of a run: options, checkpoints, file names."""
+
+import json
+import re
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edm2.errors import UserError
+from edm2.files import make_folder, replacing
+
+OPTIONS = "training_options.json"
+
+
+def kimg_name(nimg: int) -> str:
+    """`nimg` as thousands of images in 7 digits, as the official release names files.
+
+    A multiple of 1024 can be told from its thousands alone; other counts get three decimals.
+    """
+    kimg = nimg // 1000
+    recovered = (1000 * kimg + 999) // 1024 * 1024
+    return f"{kimg:07d}" if recovered == nimg else f"{kimg:07d}.{nimg % 1000:03d}"
+
+
+def snapshot_name(nimg: int, std: float) -> str:
+    """File name of the average of σ_rel `std` after `nimg` images."""
+    return f"network-snapshot-{kimg_name(nimg)}-{std:.3f}.safetensors"
+
+
+def save_checkpoint(outdir: Path, nimg: int, state: dict[str, Any]) -> Path:
+    """Write a training state (tensors, numbers, strings and containers of them)."""
+    path = outdir / f"training-state-{kimg_name(nimg)}.pt"
+    with replacing(path) as temporary:
+        torch.save(state, temporary)
+    return path
+
+
+def load_newest_checkpoint(outdir: Path, device: torch.device) -> dict[str, Any] | None:
+    """The newest readable training state in `outdir`, or None. A damaged one is named in a warning and skipped."""
+    for path in sorted(outdir.glob("training-state-*.pt"), key=_kimg, reverse=True):
+        try:
+            return torch.load(path, map_location=device, weights_only=True)
+        except Exception as e:  # a damaged file makes the reader raise almost anything
+            warnings.warn(f"{path} cannot be read ({str(e).splitlines()[0]}); trying the one before", stacklevel=2)
+    return None
+
+
+def _kimg(path: Path) -> float:
+    match = re.fullmatch(r"training-state-(\d+(\.\d+)?)\.pt", path.name)
+    return float(match[1]) if match else -1.0
+
+
+def check_options(outdir: Path, options: dict[str, Any], may_differ: Iterable[str]) -> None:
+    """UserError if the folder holds a run with other options, with the differences.
+
+    Options named in `may_differ` do not change what a run computes and are not compared.
+    """
+    if not (outdir / OPTIONS).exists():
+        return
+    differences = _differences(_read_options(outdir / OPTIONS), _as_json(options), set(may_differ))
+    if differences:
+        raise UserError(f"{outdir} holds another run ({'; '.join(differences)}); choose another --outdir")
+
+
+def write_options(outdir: Path, options: dict[str, Any]) -> None:
+    """Record a run's options in its folder."""
+    with replacing(make_folder(outdir) / OPTIONS) as temporary:
+        temporary.write_text(json.dumps(options, indent=4) + "\n")
+
+
+def _as_json(options: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(options))
+
+
+def _read_options(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} cannot be read ({e}); choose another --outdir") from e
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], ignored: set[str]) -> list[str]:
+    keys = sorted((old.keys() | new.keys()) - ignored)
+    return [f"{key}: {old.get(key)} there, {new.get(key)} here" for key in keys if old.get(key) != new.get(key)]

@@ -1,0 +1,20 @@
+"""The group of commands behind `python -m edm2`."""
+
+import click
+
+from edm2.cli.common import Group
+from edm2.cli.dataset import dataset
+from edm2.cli.metrics import metrics
+from edm2.cli.plot import plot
+from edm2.version import __version__
+
+
+@click.group(cls=Group)
+@click.version_option(__version__)
+def main() -> None:
+    """Datasets, plots and measurements for EDM2 runs. Training: train.py. Sampling: sample.py."""
+
+
+main.add_command(dataset)
+main.add_command(metrics)
+main.add_command(plot)

@@ -1,0 +1,75 @@
+"""What a training run is told: a preset, its data, and what differs from the preset."""
+
+from dataclasses import asdict, dataclass, replace
+
+from edm2.errors import UserError
+from edm2.network import Precond
+from edm2.presets import build, get_preset
+
+RUN_CONTROL = ("outdir", "duration", "batch_gpu", "status", "snapshot", "checkpoint", "workers", "bench")
+"""Options that may change when a run is resumed: they steer it, but do not change what a step computes."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Options of a run, named as on the command line of `train.py`. None means: as the preset says.
+
+    Counts (duration, batch, status, snapshot, checkpoint) are in images, `decay` in batches; an interval of 0 means
+    never. `init` is a snapshot to start from; `snapshot_dtype` is "fp16" or "fp32".
+    """
+
+    outdir: str
+    data: str
+    cond: bool = True
+    preset: str = "edm2-img512-s"
+    duration: int | None = None
+    batch: int | None = None
+    channels: int | None = None
+    dropout: float | None = None
+    P_mean: float | None = None
+    P_std: float | None = None
+    lr: float | None = None
+    decay: float | None = None
+    rampup_Mimg: float | None = None
+    batch_gpu: int | None = None
+    fp16: bool = True
+    ls: float = 1.0
+    bench: bool = True
+    status: int | None = None
+    snapshot: int | None = None
+    checkpoint: int | None = None
+    seed: int = 0
+    mirror: bool = False
+    workers: int | None = None
+    init: str | None = None
+    snapshot_dtype: str = "fp16"
+
+    def resolved(self) -> "TrainingConfig":
+        """With the preset's values in the place of None. UserError for an unknown preset."""
+        row = get_preset(self.preset)
+        absent = [name for name, value in asdict(self).items() if value is None and hasattr(row, name)]
+        return replace(self, **{name: getattr(row, name) for name in absent})
+
+    def check(self, world_size: int) -> None:
+        """UserError where the counts do not fit together; for a resolved configuration."""
+        share = world_size * (self.batch_gpu or 1)
+        if self.batch < 1 or self.batch % share:
+            per_gpu = f" × {self.batch_gpu} images per GPU" if self.batch_gpu else ""
+            raise UserError(f"--batch {self.batch} is not a multiple of {world_size} process(es){per_gpu} = {share}")
+        for name in ("duration", "status", "snapshot", "checkpoint"):
+            count = getattr(self, name)
+            if count < 0 or count % self.batch:
+                raise UserError(f"--{name} {count} is not a multiple of the batch of {self.batch} images")
+        if self.snapshot_dtype not in ("fp16", "fp32"):
+            raise UserError(f"--snapshot-dtype {self.snapshot_dtype} is neither fp16 nor fp32")
+
+    def build(self, img_resolution: int, img_channels: int, label_dim: int) -> Precond:
+        """A fresh network for images of this size. UserError where preset, options and size do not fit."""
+        try:
+            return build(
+                self.preset, img_resolution, img_channels, label_dim,
+                model_channels=self.channels, dropout=self.dropout, use_fp16=self.fp16,
+            )  # fmt: skip
+        except ValueError as e:
+            size = f"{img_resolution}x{img_resolution} images"
+            raise UserError(f"preset {self.preset} with {self.channels} channels cannot take {size}: {e}") from e

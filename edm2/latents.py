@@ -1,0 +1,90 @@
+"""What lies between a dataset and the network: pixels ↔ [−1, 1], and VAE latents ↔ standardised latents.
+
+An encoder is saved with every snapshot (`config()`), so that a sample can be turned back into what it stands for.
+"""
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edm2.errors import UserError
+
+
+class RGBEncoder:
+    """uint8 pixels ↔ [−1, 1]; also serves grey images."""
+
+    kind: ClassVar[str] = "rgb"
+    draws_noise: ClassVar[bool] = False  # does `encode` need normal draws?
+    makes_pixels: ClassVar[bool] = True  # does `decode` return uint8 images?
+
+    def config(self) -> dict[str, Any]:
+        """JSON form, understood by `encoder_from_config`."""
+        return {"type": self.kind}
+
+    def encode(self, x: Tensor, normal: Tensor | None = None) -> Tensor:
+        """uint8 `[N, C, H, W]` → fp32 in [−1, 1]."""
+        return x.float() / 127.5 - 1
+
+    def decode(self, x: Tensor) -> Tensor:
+        """The nearest uint8 pixels, as the official release rounds: x·127.5 + 128, clipped and truncated."""
+        return (x.float() * 127.5 + 128).clamp(0, 255).to(torch.uint8)
+
+
+class LatentEncoder:
+    """Stored latent Gaussians of a VAE ↔ latents of mean 0 and standard deviation 0.5 (the affine part).
+
+    `raw_mean` and `raw_std` are the channel statistics of the latents; the defaults are those published for
+    ImageNet-512 under the Stability VAE `sd-vae-ft-mse` fed with pixels in [0, 1].
+    """
+
+    kind: ClassVar[str] = "vae-latents"
+    draws_noise: ClassVar[bool] = True
+    makes_pixels: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        raw_mean: tuple[float, ...] = (5.81, 3.25, 0.12, -2.15),
+        raw_std: tuple[float, ...] = (4.17, 4.62, 3.71, 3.28),
+        final_std: float = 0.5,
+    ):
+        self.raw_mean, self.raw_std, self.final_std = tuple(raw_mean), tuple(raw_std), final_std
+        scale = np.float64(final_std) / np.array(raw_std)
+        self.scale = torch.tensor(scale, dtype=torch.float32).reshape(-1, 1, 1)
+        self.bias = torch.tensor(-np.array(raw_mean) * scale, dtype=torch.float32).reshape(-1, 1, 1)
+
+    def config(self) -> dict[str, Any]:
+        """JSON form, understood by `encoder_from_config`."""
+        return {"type": self.kind, "raw_mean": self.raw_mean, "raw_std": self.raw_std, "final_std": self.final_std}
+
+    def encode(self, x: Tensor, normal: Tensor) -> Tensor:
+        """Means ⊕ standard deviations `[N, 2C, H, W]` and normal draws `[N, C, H, W]` → standardised latents."""
+        mean, std = x.float().chunk(2, dim=1)
+        return (mean + std * normal) * self.scale.to(x.device) + self.bias.to(x.device)
+
+    def decode(self, x: Tensor) -> Tensor:
+        """Standardised latents → latents of the VAE, fp32 `[N, C, H, W]`."""
+        return (x.float() - self.bias.to(x.device)) / self.scale.to(x.device)
+
+
+Encoder = RGBEncoder | LatentEncoder
+
+
+def encoder_from_config(config: dict[str, Any]) -> Encoder:
+    """The encoder that a snapshot names. ValueError for an unknown kind."""
+    kwargs = dict(config)
+    kind = kwargs.pop("type", None)
+    for encoder in (RGBEncoder, LatentEncoder):
+        if encoder.kind == kind:
+            return encoder(**kwargs)
+    raise ValueError(f"unknown encoder {kind!r}")
+
+
+def encoder_for(channels: int, dtype: np.dtype) -> tuple[Encoder, int]:
+    """The encoder for a dataset of such arrays `[channels, H, W]`, and the number of channels that the network sees."""
+    if dtype == np.uint8:
+        return RGBEncoder(), channels
+    if channels == 8:
+        return LatentEncoder(), 4
+    raise UserError(f"float32 arrays must be latents of 8 channels (4 means and 4 standard deviations), got {channels}")

@@ -1,0 +1,98 @@
+"""Networks on disk: one safetensors file that holds the tensors and, as JSON in its header, all else.
+
+The header's metadata has four entries: `edm2` (version of this layout), `config` (arguments of `Precond`), `encoder`
+(see `edm2.latents`) and `meta` (facts about the training run). Reading a file executes nothing in it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from edm2.errors import UserError
+from edm2.files import replacing
+from edm2.latents import Encoder, encoder_from_config
+from edm2.network import Precond
+
+FORMAT = "1"
+
+
+@dataclass
+class Snapshot:
+    """A network read from disk."""
+
+    net: Precond
+    config: dict[str, Any]
+    encoder: Encoder | None
+    meta: dict[str, Any]
+
+
+def save_snapshot(
+    path: str | Path,
+    net: Precond,
+    *,
+    encoder: Encoder | None = None,
+    meta: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> None:
+    """Write `net` to `path`, its parameters as `dtype` and its Fourier buffers as fp32.
+
+    `meta` is any JSON-serialisable dict. The file appears only when complete. UserError if it cannot be written.
+    """
+    write_tensors(path, dict(net.named_parameters()), net, encoder=encoder, meta=meta, dtype=dtype)
+
+
+def write_tensors(
+    path: str | Path,
+    parameters: Mapping[str, Tensor],
+    net: Precond,
+    *,
+    encoder: Encoder | None,
+    meta: dict[str, Any] | None,
+    dtype: torch.dtype,
+) -> None:
+    """`save_snapshot` with other parameters (an average, say) in the place of the network's own."""
+    tensors = {name: _stored(tensor, dtype) for name, tensor in parameters.items()}
+    tensors |= {name: _stored(tensor, torch.float32) for name, tensor in net.named_buffers()}
+    header = {"config": net.config, "encoder": encoder and encoder.config(), "meta": meta or {}}
+    metadata = {"edm2": FORMAT, **{key: json.dumps(value) for key, value in header.items()}}
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata)
+
+
+def load_snapshot(path: str | Path, device: str | torch.device = "cpu") -> Snapshot:
+    """Read a network; parameters become fp32. UserError if the file is missing, damaged or of another kind."""
+    header, tensors = _read(path, device)
+    try:
+        with torch.device("meta"):
+            net = Precond(**header["config"])
+        net.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+        encoder = header["encoder"] and encoder_from_config(header["encoder"])
+    except (RuntimeError, TypeError, ValueError) as e:
+        reason = str(e).splitlines()[0]
+        raise UserError(f"{path} does not fit its own configuration ({reason}); it was not written by this project") from e
+    return Snapshot(net.eval(), header["config"], encoder or None, header["meta"])
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to("cpu", dtype).contiguous()
+
+
+def _read(path: str | Path, device: str | torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not Path(path).is_file():
+        raise UserError(f"snapshot {path} does not exist")
+    try:
+        with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (safetensors.SafetensorError, OSError) as e:
+        raise UserError(f"{path} is truncated or no safetensors file ({e})") from e
+    if metadata.get("edm2") != FORMAT:
+        raise UserError(f"{path} is a safetensors file, but not a snapshot of this project (layout {FORMAT})")
+    return {key: json.loads(metadata[key]) for key in ("config", "encoder", "meta")}, tensors

@@ -1,0 +1,57 @@
+"""What a network costs, without running it: parameters, multiply-adds, memory. On PyTorch's meta device."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from edm2.loss import denoising_loss
+from edm2.network import Precond
+
+BYTES_PER_PARAMETER = 4 * 4  # fp32 weight, gradient, two Adam moments
+
+
+def parameter_count(net: torch.nn.Module) -> int:
+    """All trainable numbers, the uncertainty head included."""
+    return sum(p.numel() for p in net.parameters())
+
+
+def multiply_adds(make_net: Callable[[], Precond]) -> int:
+    """Multiply-adds of convolutions, linear layers and attention for one image (what papers often call FLOPs)."""
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        net = make_net()
+        net(_image(net, 1), torch.ones(1))
+    return counter.get_total_flops() // 2
+
+
+def training_memory(make_net: Callable[[], Precond], images: int, averages: int = 2) -> tuple[int, int]:
+    """Estimated bytes for (weights, gradients, optimizer and averages; activations saved for the backward).
+
+    `images` are held at a time (a micro batch). The activations are those of this implementation in eager mode, with
+    the compute dtype of a GPU; temporary buffers come on top.
+    """
+    with torch.device("meta"):
+        net = make_net().train()
+        net.dtype = torch.float16 if net.use_fp16 else torch.float32
+        fixed, two = _saved_bytes(net, 1), _saved_bytes(net, 2)
+    state = parameter_count(net) * (BYTES_PER_PARAMETER + 4 * averages)
+    return state, fixed + (two - fixed) * (images - 1)
+
+
+def _image(net: Precond, n: int) -> Tensor:
+    return torch.zeros(n, net.img_channels, net.img_resolution, net.img_resolution)
+
+
+def _saved_bytes(net: Precond, n: int) -> int:
+    """Bytes that autograd keeps for one loss on n images, each storage counted once, parameters left out."""
+    own = {p.untyped_storage()._cdata for p in net.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage()._cdata] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        denoising_loss(net, _image(net, n), torch.ones(n), _image(net, n))
+    return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in own)

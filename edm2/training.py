@@ -1,0 +1,209 @@
+"""The training loop: the order of a step, what is drawn for it, when to save."""
+
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edm2.checkpoint import check_options, load_newest_checkpoint, save_checkpoint, snapshot_name, write_options
+from edm2.config import RUN_CONTROL, TrainingConfig
+from edm2.data import ImageDataset, batches
+from edm2.distributed import Processes, processes
+from edm2.errors import UserError
+from edm2.latents import encoder_for
+from edm2.loss import EDM2Loss, denoising_loss
+from edm2.network import Precond, force_weight_norm_
+from edm2.optimizer import EDM2Optimizer, learning_rate_schedule
+from edm2.snapshot import load_snapshot, write_tensors
+from edm2.stats import StatusLog
+
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+
+
+def train(config: TrainingConfig | Mapping[str, Any]) -> "Trainer":
+    """Train until `config.duration`, resuming from the newest checkpoint in `config.outdir` if there is one.
+
+    Leaves `training_options.json`, `stats.jsonl`, network snapshots and training states in `outdir`. Run under
+    `torchrun`, the batch is shared among the processes. UserError for bad input, before anything is written.
+    """
+    config = config if isinstance(config, TrainingConfig) else TrainingConfig(**config)
+    config, outdir = config.resolved(), Path(config.outdir)
+    with processes() as procs:
+        check_options(outdir, asdict(config), RUN_CONTROL)
+        trainer = Trainer(config, procs)
+        trainer.start(load_newest_checkpoint(outdir, procs.device))
+        if procs.rank == 0:
+            write_options(outdir, asdict(config))
+        status = StatusLog(outdir, procs, trainer.nimg, config.duration, trainer.elapsed)
+        while trainer.nimg < config.duration:
+            status.step(trainer.step(), trainer.optimizer.nonfinite, config.batch)
+            if trainer.due(config.status):
+                status.tick(trainer.nimg, trainer.lr)
+            saving = time.time()
+            if trainer.due(config.snapshot) and procs.rank == 0:
+                trainer.save_snapshots(outdir)
+            if trainer.due(config.checkpoint) and procs.rank == 0:
+                save_checkpoint(outdir, trainer.nimg, trainer.state_dict(status.elapsed))
+            status.pause(saving)
+        status.close()
+        procs.barrier()
+    return trainer
+
+
+class Trainer:
+    """Network, optimizer and data of a run in one process. `start`, then `step` as often as wanted.
+
+    UserError if the configuration, the data and the number of processes do not fit together.
+    """
+
+    def __init__(self, config: TrainingConfig, procs: Processes):
+        self.config, self.procs = config.resolved(), procs
+        self.config.check(procs.world_size)
+        self.dataset = ImageDataset(config.data, use_labels=config.cond, mirror=config.mirror)
+        channels, height, width = self.dataset.image_shape
+        if height != width:
+            raise UserError(f"{config.data} holds images of {width}x{height}; training needs square ones")
+        self.encoder, net_channels = encoder_for(channels, self.dataset.dtype)
+        self.image_shape = (net_channels, height, width)
+        self.net = self._build().to(procs.device).train()
+        self.loss = EDM2Loss(self.config.P_mean, self.config.P_std, self.net.sigma_data)
+        self.optimizer = EDM2Optimizer(self.net)
+        self.nimg, self.lr, self.elapsed = 0, 0.0, 0.0
+
+    def start(self, state: dict[str, Any] | None = None) -> None:
+        """Continue from a `state_dict()`, or begin with fresh or given weights."""
+        _set_precision(self.config.bench)
+        if state is None:
+            if self.config.init is not None:
+                start_from(self.net, self.config.init)
+            force_weight_norm_(self.net)
+        else:
+            self.net.load_state_dict(state["net"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.nimg, self.elapsed = state["nimg"], state["elapsed"]
+        self.ddp = self.procs.wrap(self.net)
+        self.data = batches(
+            self.dataset, self.config.seed, self.nimg, self.config.batch, self.procs.rank, self.procs.world_size,
+            self.config.batch_gpu, self.config.workers,
+        )  # fmt: skip
+
+    def step(self) -> Tensor:
+        """One optimizer step. Returns the sum over this process's images of the loss per element (0-d)."""
+        config, share = self.config, self.config.batch // self.procs.world_size
+        micro = config.batch_gpu or share
+        draws = Draws.of_step(self, share)
+        total = torch.zeros([], device=self.procs.device)
+        self.optimizer.zero_grad()
+        for start in range(0, share, micro):
+            images, labels = (x.to(self.procs.device, non_blocking=True) for x in next(self.data))
+            normal, sigma, noise = draws.of_round(slice(start, start + micro))
+            images = self.encoder.encode(images, normal)
+            with nullcontext() if start + micro == share else self._local_gradients():
+                loss = denoising_loss(self.ddp, images, sigma, noise * sigma, labels, self.loss.sigma_data)
+                (loss.sum() * (config.ls / share)).backward()
+            total += loss.detach().mean(dim=(1, 2, 3)).sum()
+        self.lr = learning_rate_schedule(self.nimg, config.batch, config.lr, config.decay, config.rampup_Mimg)
+        self.nimg += config.batch
+        self.optimizer.step(self.lr, self.nimg, config.batch)
+        return total
+
+    def due(self, interval: int) -> bool:
+        """Does something that happens every `interval` images (0: never), and at the end, happen now?"""
+        return interval > 0 and (self.nimg % interval == 0 or self.nimg >= self.config.duration)
+
+    def state_dict(self, elapsed: float) -> dict[str, Any]:
+        """All that a resumed run needs, with the seconds taken so far."""
+        return {
+            "nimg": self.nimg,
+            "elapsed": elapsed,
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def save_snapshots(self, outdir: Path) -> None:
+        """Write each tracked average as a network."""
+        for std in self.optimizer.emas:
+            meta = {"nimg": self.nimg, "std": std, "preset": self.config.preset, "batch": self.config.batch}
+            write_tensors(
+                outdir / snapshot_name(self.nimg, std), self.optimizer.ema(std), self.net,
+                encoder=self.encoder, meta=meta, dtype=DTYPES[self.config.snapshot_dtype],
+            )  # fmt: skip
+
+    def _build(self) -> Precond:
+        torch.manual_seed(self.config.seed)  # on the CPU, so that every device starts from the same weights
+        return self.config.build(self.image_shape[1], self.image_shape[0], self.dataset.label_dim)
+
+    def _local_gradients(self):
+        """Within it, gradients add up in this process and are not exchanged."""
+        return self.ddp.no_sync() if self.procs.world_size > 1 else nullcontext()
+
+
+@dataclass
+class Draws:
+    """The random numbers of one process's share of a step.
+
+    They belong to (seed, image number): the whole batch is drawn and a share of it kept, so that neither the number
+    of processes nor the size of a round changes them.
+    """
+
+    normal: Tensor | None  # for the encoder
+    sigma: Tensor
+    noise: Tensor
+
+    @classmethod
+    def of_step(cls, trainer: Trainer, share: int) -> "Draws":
+        config, procs = trainer.config, trainer.procs
+        generator = torch.Generator(procs.device).manual_seed(_mix(config.seed, trainer.nimg))
+        if config.dropout > 0:
+            torch.manual_seed(_mix(config.seed, trainer.nimg, procs.rank + 1))
+        mine = slice(procs.rank * share, (procs.rank + 1) * share)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(config.batch, *shape, generator=generator, device=procs.device)[mine]
+
+        sigma, noise = trainer.loss.sigma(randn(1, 1, 1)), randn(*trainer.image_shape)
+        normal = randn(*trainer.image_shape) if trainer.encoder.draws_noise else None
+        return cls(normal, sigma, noise)
+
+    def of_round(self, part: slice) -> tuple[Tensor | None, Tensor, Tensor]:
+        return (None if self.normal is None else self.normal[part]), self.sigma[part], self.noise[part]
+
+
+def start_from(net: Precond, path: str) -> None:
+    """Copy the weights of a snapshot into `net`; the class embedding stays as drawn where the label count differs.
+
+    UserError if the networks differ otherwise.
+    """
+    source = load_snapshot(path).net.state_dict()
+    target = net.state_dict()
+    if net.label_dim != source.get("unet.emb_label.weight", torch.empty(0, 0)).shape[1]:
+        source.pop("unet.emb_label.weight", None)
+        if net.label_dim:
+            source["unet.emb_label.weight"] = target["unet.emb_label.weight"]
+    unlike = [k for k in sorted(source.keys() | target.keys()) if _shape(source, k) != _shape(target, k)]
+    if unlike:
+        raise UserError(f"--init {path} is another network: {unlike[0]} differs, and {len(unlike) - 1} more")
+    net.load_state_dict(source)
+
+
+def _shape(tensors: Mapping[str, Tensor], key: str) -> torch.Size | None:
+    return tensors[key].shape if key in tensors else None
+
+
+def _mix(*numbers: int) -> int:
+    """One 64-bit seed from several numbers."""
+    return int(np.random.SeedSequence([n % 2**64 for n in numbers]).generate_state(1, np.uint64)[0])
+
+
+def _set_precision(benchmark: bool) -> None:
+    """Full fp32 products and sums, as in the paper (appendix D.2)."""
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

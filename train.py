@@ -1,0 +1,72 @@
+"""Train an EDM2 network. On several GPUs: `torchrun --standalone --nproc_per_node=8 train.py …`."""
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+import torch
+
+from edm2 import summary
+from edm2.cli.common import Command, ImageCount
+from edm2.config import TrainingConfig
+from edm2.distributed import Processes
+from edm2.training import Trainer, train
+
+
+@click.command(cls=Command)
+@click.option("--outdir", metavar="DIR", required=True, help="Where to save the results; a run there is resumed.")
+@click.option("--data", metavar="ZIP|DIR", required=True, help="Dataset.")
+@click.option("--cond", metavar="BOOL", type=bool, default=True, show_default=True, help="Class-conditional?")
+@click.option("--preset", metavar="STR", default="edm2-img512-s", show_default=True, help="Configuration preset.")
+@click.option("--duration", type=ImageCount(), help="Training duration in images.")
+@click.option("--batch", type=ImageCount(), help="Total batch size.")
+@click.option("--channels", metavar="INT", type=click.IntRange(min=1), help="Channel multiplier.")
+@click.option("--dropout", metavar="FLOAT", type=click.FloatRange(0, 1, max_open=True), help="Dropout probability.")
+@click.option("--P_mean", "P_mean", metavar="FLOAT", type=float, help="Noise level mean, of ln(sigma).")
+@click.option("--P_std", "P_std", metavar="FLOAT", type=click.FloatRange(0, min_open=True), help="Its spread.")
+@click.option("--lr", metavar="FLOAT", type=click.FloatRange(0, min_open=True), help="Reference learning rate.")
+@click.option("--decay", metavar="BATCHES", type=click.FloatRange(0), help="Batches after which it decays; 0 = never.")
+@click.option("--batch-gpu", type=ImageCount(), help="Limit on the batch per GPU; the rest by accumulation.")
+@click.option("--fp16", metavar="BOOL", type=bool, default=True, show_default=True, help="Mixed precision on GPUs?")
+@click.option("--ls", metavar="FLOAT", type=click.FloatRange(0, min_open=True), default=1, show_default=True, help="Loss scaling.")
+@click.option("--bench", metavar="BOOL", type=bool, default=True, show_default=True, help="Let cuDNN benchmark?")
+@click.option("--status", type=ImageCount(), help="Interval of status lines; 0 = never.  [128Ki]")
+@click.option("--snapshot", type=ImageCount(), help="Interval of network snapshots; 0 = never.  [8Mi]")
+@click.option("--checkpoint", type=ImageCount(), help="Interval of training checkpoints; 0 = never.  [128Mi]")
+@click.option("--seed", metavar="INT", type=int, default=0, show_default=True, help="Random seed.")
+@click.option("--mirror", is_flag=True, help="Also train on the mirror image of each image.")
+@click.option("--workers", metavar="INT", type=click.IntRange(min=0), help="Processes that read a dataset too large for memory.  [2]")
+@click.option("--init", metavar="FILE", help="Start from the weights of this snapshot.")
+@click.option("--snapshot-dtype", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Precision of snapshots.")
+@click.option("-n", "--dry-run", is_flag=True, help="Print the configuration and its cost, then exit.")
+def main(dry_run: bool, **options: Any) -> None:
+    """Train an EDM2 network, with the options and defaults of the official release.
+
+    Counts of images accept Ki, Mi and Gi. What is not given comes from the preset.
+    """
+    config = TrainingConfig(**options).resolved()
+    if dry_run:
+        print_plan(config)
+    else:
+        train(config)
+
+
+def print_plan(config: TrainingConfig) -> None:
+    """The configuration, and what it will cost."""
+    trainer = Trainer(config, Processes(rank=0, world_size=1, device=torch.device("cpu")))
+    size = (trainer.image_shape[1], trainer.image_shape[0], trainer.dataset.label_dim)
+    images = config.batch_gpu or config.batch
+    state, activations = summary.training_memory(lambda: config.build(*size), images)
+    for name, value in asdict(config).items():
+        click.echo(f"{name:<16} {value}")
+    channels, height, width = trainer.image_shape
+    click.echo(f"\ndataset          {len(trainer.dataset)} images, {trainer.dataset.label_dim} labels")
+    click.echo(f"network input    {width}x{height}, {channels} channels")
+    click.echo(f"parameters       {summary.parameter_count(trainer.net):,}")
+    click.echo(f"multiply-adds    {summary.multiply_adds(lambda: config.build(*size)) / 1e9:.3f} G per image and evaluation")
+    click.echo(f"memory, state    {state / 2**30:.2f} GiB per process (weights, gradients, Adam, averages)")
+    click.echo(f"memory, images   {activations / 2**30:.2f} GiB for {images} images at a time (estimate)")
+
+
+if __name__ == "__main__":
+    main()
