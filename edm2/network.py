@@ -88,10 +88,10 @@ class Block(nn.Module):
         clip_act: float | None = 256.0,
     ):
         super().__init__()
-        if attention and (out_channels < channels_per_head or out_channels % channels_per_head):
-            raise ValueError(f"{out_channels} channels with attention are not a multiple of channels_per_head={channels_per_head}")
-        self.flavor, self.resample_mode, self.resample_filter = flavor, resample_mode, tuple(resample_filter)
         self.heads = out_channels // channels_per_head if attention else 0
+        if attention and (self.heads == 0 or out_channels % self.heads):
+            raise ValueError(f"{out_channels} channels cannot attend in heads of {channels_per_head} or a little more")
+        self.flavor, self.resample_mode, self.resample_filter = flavor, resample_mode, tuple(resample_filter)
         self.dropout, self.clip_act = dropout, clip_act
         self.res_balance, self.attn_balance, self.concat_balance = res_balance, attn_balance, concat_balance
         self.emb_gain = nn.Parameter(torch.zeros([]))

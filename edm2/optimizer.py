@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class EDM2Optimizer:
         """Continue from `state_dict()`. ValueError if it tracks other averages."""
         if set(state["emas"]) != set(self.emas):
             raise ValueError(f"the state holds the averages {sorted(state['emas'])}, not {sorted(self.emas)}")
-        self.adam.load_state_dict(state["adam"])
+        self.adam.load_state_dict(deepcopy(state["adam"]))  # it would share the tensors otherwise
         for std, averages in state["emas"].items():
             for name, average in self.ema(std).items():
                 average.copy_(averages[name])

@@ -22,10 +22,15 @@ def normalize(x: Tensor, dim: int | Sequence[int], eps: float = EPS) -> Tensor:
 
     At `x = 0` the result is 0 and the derivative `1 / eps`.
     """
+    return (x * inverse_rms(x, dim, eps)).to(x.dtype)
+
+
+def inverse_rms(x: Tensor, dim: int | Sequence[int], eps: float = EPS) -> Tensor:
+    """`1 / (eps + rms(x))` over `dim`, kept as size 1, in fp32."""
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     count = math.prod(x.shape[d] for d in dims)
     norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=torch.float32)
-    return x / (eps + norm / math.sqrt(count)).to(x.dtype)
+    return 1 / (norm / math.sqrt(count) + eps)
 
 
 def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0) -> Tensor:
@@ -37,13 +42,12 @@ def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.
     """
     if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]):
         raise ValueError(f"w: expected [Cout, Cin] or [Cout, Cin, k, k], got {list(w.shape)}")
-    rows = w.flatten(1).float()
-    scale = 1 / math.sqrt(rows.shape[1])
-    rows = normalize(rows, dim=1) * (scale if gain is None else gain * scale)
-    rows = rows.to(dtype).reshape(w.shape[0], w.shape[1], -1)
+    rows = w.flatten(2) if w.ndim == 4 else w.unsqueeze(2)  # [Cout, Cin, taps]
+    scale = inverse_rms(rows, dim=(1, 2)) / math.sqrt(rows[0].numel())
+    rows = (rows * (scale if gain is None else scale * gain)).to(dtype)
     if heads:
         rows = rearrange(rows, "(h d s) ci t -> (h s d) ci t", h=heads, s=3)
-    return rearrange(rows, "co ci t -> t co ci")
+    return rows.permute(2, 0, 1)
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
@@ -57,7 +61,7 @@ def conv(x: Tensor, w: Tensor) -> Tensor:
     if w.shape[0] == 1:
         return linear(x, w)
     _check_channels("x", x, w)
-    kernel = rearrange(w, "(kh kw) co ci -> co ci kh kw", kh=3, kw=3)
+    kernel = w.permute(1, 2, 0).unflatten(2, (3, 3))  # [Cout, Cin, 3, 3]
     return F.conv2d(x.permute(0, 3, 1, 2), kernel, padding=1).permute(0, 2, 3, 1)
 
 
@@ -74,8 +78,14 @@ def conv_sum(x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | Non
 def conv_cat_sum(
     x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, t: float, clip: float | None = None
 ) -> Tensor:
-    """`conv_sum` whose residual is the 1×1 convolution `w_skip` `[1, Cout, Ca+Cb]` of the MP-Cat of a and b."""
-    return conv_sum(x, w, conv(mp_cat(a, b, cat_t), w_skip), t, clip)
+    """`conv_sum` whose residual is the 1×1 convolution `w_skip` `[1, Cout, Ca+Cb]` of the MP-Cat of a and b.
+
+    The factors of MP-Cat scale the weight, so that nothing is concatenated.
+    """
+    channels = (a.shape[-1], b.shape[-1])
+    scale_a, scale_b = cat_scales(*channels, cat_t)
+    w_a, w_b = w_skip.split(channels, dim=-1)
+    return conv_sum(x, w, conv(a, w_a * scale_a) + conv(b, w_b * scale_b), t, clip)
 
 
 def mp_silu(x: Tensor) -> Tensor:
@@ -86,7 +96,7 @@ def mp_silu(x: Tensor) -> Tensor:
 def mp_sum(a: Tensor, b: Tensor, t: float, clip: float | None = None) -> Tensor:
     """`((1−t)·a + t·b) / sqrt((1−t)² + t²)`, Eq. 88, clamped to ±clip if given."""
     scale = 1 / math.hypot(1 - t, t)
-    y = a * ((1 - t) * scale) + b * (t * scale)
+    y = torch.add(a * ((1 - t) * scale), b, alpha=t * scale)
     return y if clip is None else y.clamp(-clip, clip)
 
 

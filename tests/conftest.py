@@ -1,0 +1,82 @@
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import edm2
+from edm2.cli.dataset import load_digits
+from edm2.image_files import write_zip
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_collection_modifyitems(config, items):
+    chosen = config.getoption("-m")
+    for item in items:
+        if "torture" in item.keywords and "torture" not in chosen:
+            item.add_marker(pytest.mark.skip(reason="takes many minutes: make torture"))
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def relative_error(actual, expected) -> float:
+    """Relative 2-norm of the difference; NaN counts as infinitely wrong."""
+    actual, expected = (np.asarray(_numpy(x), np.float64) for x in (actual, expected))
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    error = np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30)
+    return float("inf") if np.isnan(error) else float(error)
+
+
+def _numpy(x):
+    return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
+
+
+class Golden:
+    """A file of reference values: `g["key"]` as tensor, `g.group("init/")` as dict of tensors without the prefix."""
+
+    def __init__(self, name: str):
+        with np.load(GOLDEN / f"{name}.npz") as file:
+            self.data = dict(file)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return torch.tensor(self.data[key])
+
+    def get(self, key: str) -> torch.Tensor | None:
+        return self[key] if key in self.data else None
+
+    def group(self, prefix: str) -> dict[str, torch.Tensor]:
+        return {key.removeprefix(prefix): self[key] for key in self.data if key.startswith(prefix)}
+
+    def net(self, config: str = "config", weights: str = "init/") -> edm2.Precond:
+        net = edm2.Precond(**json.loads(str(self.data[config])))
+        net.load_state_dict(self.group(weights))
+        return net
+
+
+@pytest.fixture(scope="session")
+def digits_zip(tmp_path_factory):
+    """The whole digits dataset."""
+    path = tmp_path_factory.mktemp("digits") / "digits.zip"
+    write_zip(path, *load_digits())
+    return path
+
+
+@pytest.fixture(scope="session")
+def one_thread_env():
+    """Environment for processes that run side by side."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def tiny_net(label_dim: int = 5, gains: float = 0.5, **kwargs) -> edm2.Precond:
+    """A small network of two levels with all gains non-zero."""
+    torch.manual_seed(0)
+    kwargs = {"model_channels": 8, "channel_mult": (1, 2), "num_blocks": 1, "attn_resolutions": (4,), **kwargs}
+    net = edm2.Precond(8, 2, label_dim, channels_per_head=8, **kwargs)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if name.endswith("gain"):
+                parameter.fill_(gains)
+    return net.eval()
