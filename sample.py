@@ -16,6 +16,8 @@ from edm2.files import make_folder, replacing
 from edm2.generate import Batch, generate_images
 from edm2.snapshot import load_snapshot
 
+GAP = 4  # pixels between the images of a grid
+
 
 @click.command(cls=Command)
 @click.option("--net", metavar="FILE", required=True, help="Network snapshot.")
@@ -84,13 +86,15 @@ def save(part: Batch, outdir: Path, subdirs: bool, encoder) -> None:
 
 
 def tile(images: np.ndarray, columns: int, scale: int) -> np.ndarray:
-    """`[N, H, W, C]` → one picture, row by row, black where images are missing, pixels enlarged `scale` times."""
+    """`[N, H, W, C]` → one picture, row by row, pixels enlarged `scale` times, with `GAP` grey pixels between."""
+    images = images.repeat(scale, axis=1).repeat(scale, axis=2)
     n, h, w, c = images.shape
     rows = math.ceil(n / columns)
-    sheet = np.zeros((rows * columns, h, w, c), np.uint8)
-    sheet[:n] = images
-    sheet = sheet.reshape(rows, columns, h, w, c).swapaxes(1, 2).reshape(rows * h, columns * w, c)
-    return sheet.repeat(scale, axis=0).repeat(scale, axis=1)
+    sheet = np.full((rows * (h + GAP) + GAP, columns * (w + GAP) + GAP, c), 128, np.uint8)
+    for i, image in enumerate(images):
+        y, x = (GAP + (size + GAP) * k for size, k in zip((h, w), divmod(i, columns)))
+        sheet[y : y + h, x : x + w] = image
+    return sheet
 
 
 def write_png(path: Path, image: np.ndarray) -> None:

@@ -63,7 +63,10 @@ def write_tensors(
     header = {"config": net.config, "encoder": encoder and encoder.config(), "meta": meta or {}}
     metadata = {"edm2": FORMAT, **{key: json.dumps(value) for key, value in header.items()}}
     with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata)
+        try:
+            save_file(tensors, temporary, metadata)
+        except safetensors.SafetensorError as e:  # its form of OSError
+            raise UserError(f"cannot write {path}: {e}") from e
 
 
 def load_snapshot(path: str | Path, device: str | torch.device = "cpu") -> Snapshot:

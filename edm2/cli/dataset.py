@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from edm2.data import ImageDataset
 from edm2.errors import UserError
+from edm2.files import make_folder
 from edm2.image_files import ImageFiles, write_zip
 
 
@@ -28,6 +29,7 @@ def digits(dest: Path, overwrite: bool) -> None:
         click.echo(f"{dest} already holds the digits; left as it is")
         return
     _refuse_existing(dest, overwrite)
+    make_folder(dest.parent)
     write_zip(dest, images, labels)
     click.echo(f"wrote {dest}: {len(images)} images")
 
@@ -51,6 +53,7 @@ def convert(
     files = ImageFiles(source)
     labels = folder_labels(files) if labels_from_folders else files.labels()
     images = _converted(files, resolution, "L" if grey else "RGB")
+    make_folder(dest.parent)
     write_zip(dest, images, None if labels is None else labels.tolist())
     classes = "no labels" if labels is None else "labels"
     click.echo(f"wrote {dest}: {len(files.names)} images, {classes}")
