@@ -4,13 +4,12 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-import torch
 
 from edm2 import summary
 from edm2.cli.common import Command, ImageCount
 from edm2.config import TrainingConfig
-from edm2.distributed import Processes
-from edm2.training import Trainer, train
+from edm2.network import Precond
+from edm2.training import open_dataset, train
 
 
 @click.command(cls=Command)
@@ -53,17 +52,20 @@ def main(dry_run: bool, **options: Any) -> None:
 
 def print_plan(config: TrainingConfig) -> None:
     """The configuration, and what it will cost."""
-    trainer = Trainer(config, Processes(rank=0, world_size=1, device=torch.device("cpu")))
-    size = (trainer.image_shape[1], trainer.image_shape[0], trainer.dataset.label_dim)
+    config.check(world_size=1)
+    dataset, _, (channels, height, width) = open_dataset(config)
+
+    def make_net() -> Precond:
+        return config.build(height, channels, dataset.label_dim)
+
     images = config.batch_gpu or config.batch
-    state, activations = summary.training_memory(lambda: config.build(*size), images)
+    state, activations = summary.training_memory(make_net, images)
     for name, value in asdict(config).items():
         click.echo(f"{name:<16} {value}")
-    channels, height, width = trainer.image_shape
-    click.echo(f"\ndataset          {len(trainer.dataset)} images, {trainer.dataset.label_dim} labels")
+    click.echo(f"\ndataset          {len(dataset)} images, {dataset.label_dim} labels")
     click.echo(f"network input    {width}x{height}, {channels} channels")
-    click.echo(f"parameters       {summary.parameter_count(trainer.net):,}")
-    click.echo(f"multiply-adds    {summary.multiply_adds(lambda: config.build(*size)) / 1e9:.3f} G per image and evaluation")
+    click.echo(f"parameters       {summary.parameter_count(make_net):,}")
+    click.echo(f"multiply-adds    {summary.multiply_adds(make_net) / 1e9:.3f} G per image and evaluation")
     click.echo(f"memory, state    {state / 2**30:.2f} GiB per process (weights, gradients, Adam, averages)")
     click.echo(f"memory, images   {activations / 2**30:.2f} GiB for {images} images at a time (estimate)")
 

@@ -12,9 +12,10 @@ from edm2.network import Precond
 BYTES_PER_PARAMETER = 4 * 4  # fp32 weight, gradient, two Adam moments
 
 
-def parameter_count(net: torch.nn.Module) -> int:
+def parameter_count(make_net: Callable[[], Precond]) -> int:
     """All trainable numbers, the uncertainty head included."""
-    return sum(p.numel() for p in net.parameters())
+    with torch.device("meta"):
+        return sum(p.numel() for p in make_net().parameters())
 
 
 def multiply_adds(make_net: Callable[[], Precond]) -> int:
@@ -35,7 +36,7 @@ def training_memory(make_net: Callable[[], Precond], images: int, averages: int 
         net = make_net().train()
         net.dtype = torch.float16 if net.use_fp16 else torch.float32
         fixed, two = _saved_bytes(net, 1), _saved_bytes(net, 2)
-    state = parameter_count(net) * (BYTES_PER_PARAMETER + 4 * averages)
+    state = parameter_count(make_net) * (BYTES_PER_PARAMETER + 4 * averages)
     return state, fixed + (two - fixed) * (images - 1)
 
 

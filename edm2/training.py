@@ -16,7 +16,7 @@ from edm2.config import RUN_CONTROL, TrainingConfig
 from edm2.data import ImageDataset, batches
 from edm2.distributed import Processes, processes
 from edm2.errors import UserError
-from edm2.latents import encoder_for
+from edm2.latents import Encoder, encoder_for
 from edm2.loss import EDM2Loss, denoising_loss
 from edm2.network import Precond, force_weight_norm_
 from edm2.optimizer import EDM2Optimizer, learning_rate_schedule
@@ -65,12 +65,7 @@ class Trainer:
     def __init__(self, config: TrainingConfig, procs: Processes):
         self.config, self.procs = config.resolved(), procs
         self.config.check(procs.world_size)
-        self.dataset = ImageDataset(config.data, use_labels=config.cond, mirror=config.mirror)
-        channels, height, width = self.dataset.image_shape
-        if height != width:
-            raise UserError(f"{config.data} holds images of {width}x{height}; training needs square ones")
-        self.encoder, net_channels = encoder_for(channels, self.dataset.dtype)
-        self.image_shape = (net_channels, height, width)
+        self.dataset, self.encoder, self.image_shape = open_dataset(self.config)
         self.net = self._build().to(procs.device).train()
         self.loss = EDM2Loss(self.config.P_mean, self.config.P_std, self.net.sigma_data)
         self.optimizer = EDM2Optimizer(self.net)
@@ -142,6 +137,16 @@ class Trainer:
     def _local_gradients(self):
         """Within it, gradients add up in this process and are not exchanged."""
         return self.ddp.no_sync() if self.procs.world_size > 1 else nullcontext()
+
+
+def open_dataset(config: TrainingConfig) -> tuple[ImageDataset, Encoder, tuple[int, int, int]]:
+    """The dataset of a run, its encoder, and the shape `(C, H, W)` of what the network sees. UserError if unfit."""
+    dataset = ImageDataset(config.data, use_labels=config.cond, mirror=config.mirror)
+    channels, height, width = dataset.image_shape
+    if height != width:
+        raise UserError(f"{config.data} holds images of {width}x{height}; training needs square ones")
+    encoder, net_channels = encoder_for(channels, dataset.dtype)
+    return dataset, encoder, (net_channels, height, width)
 
 
 @dataclass

@@ -26,10 +26,10 @@ def normalize(x: Tensor, dim: int | Sequence[int], eps: float = EPS) -> Tensor:
 
 
 def inverse_rms(x: Tensor, dim: int | Sequence[int], eps: float = EPS) -> Tensor:
-    """`1 / (eps + rms(x))` over `dim`, kept as size 1, in fp32."""
+    """`1 / (eps + rms(x))` over `dim`, kept as size 1, in fp32 (fp64 for fp64)."""
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     count = math.prod(x.shape[d] for d in dims)
-    norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     return 1 / (norm / math.sqrt(count) + eps)
 
 

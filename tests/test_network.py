@@ -65,7 +65,7 @@ class TestDeterministicNetwork:
             draws = random.randn(b.numel()) if name.endswith("freqs") else random.rand(b.numel())
             state[name] = torch.tensor(2 * np.pi * draws)
         net.load_state_dict(state)
-        assert len(list(net.parameters())) == 59 and parameter_count(net) == 2_889_035
+        assert len(list(net.parameters())) == 59 and sum(p.numel() for p in net.parameters()) == 2_889_035
         return net
 
     @pytest.fixture()
@@ -135,9 +135,8 @@ GIGA_MACS = dict(zip(SIZES, (11.345, 44.951, 100.819, 178.947, 279.337, 401.988,
 @pytest.mark.parametrize("size", SIZES)
 def test_parameter_counts(size):
     variants = (4, 1000), (3, 1000), (4, 0)
-    with torch.device("meta"):
-        nets = [edm2.build(f"edm2-img512-{size}", 64, channels, labels) for channels, labels in variants]
-    assert tuple(parameter_count(net) for net in nets) == COUNTS[size]
+    counts = [parameter_count(lambda v=v: edm2.build(f"edm2-img512-{size}", 64, *v)) for v in variants]
+    assert tuple(counts) == COUNTS[size]
 
 
 @pytest.mark.parametrize("size", SIZES)
