@@ -5,7 +5,7 @@ Parameter names and shapes are those of the official release. Inside the U-Net, 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,13 @@ def force_weight_norm_(net: nn.Module) -> None:
     For weights that are fresh or foreign (initialisation, import, fine-tuning). The optimizer does it after every
     step. Not idempotent in floating point, hence never on resume.
     """
-    for weight in normalized_weights(net):
+    normalize_rows_(normalized_weights(net))
+
+
+@torch.no_grad()
+def normalize_rows_(weights: Iterable[Tensor]) -> None:
+    """Normalise each row of each weight `[out, …]` in place."""
+    for weight in weights:
         weight.copy_(ops.normalize(weight, dim=range(1, weight.ndim)))
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import kernels as ops
-from edm2.network import normalized_weights
+from edm2.network import normalize_rows_, normalized_weights
 from edm2.phema import power_function_beta
 
 
@@ -59,8 +58,7 @@ class EDM2Optimizer:
         for std, averages in self.emas.items():
             beta = float(power_function_beta(std, next_nimg, batch_size))
             torch._foreach_lerp_(averages, weights, 1 - beta)
-        for weight in self.normalized:
-            weight.copy_(ops.normalize(weight, dim=range(1, weight.ndim)))
+        normalize_rows_(self.normalized)
 
     def ema(self, std: float) -> dict[str, Tensor]:
         """The running average of σ_rel `std` by parameter name. KeyError if it is not tracked."""
