@@ -10,6 +10,7 @@ from kernels import reference as ops
 from tests.conftest import Golden, relative_error
 
 FORWARD, GRADIENT = 1e-6, 1e-5
+GAIN_GRADIENT = 1e-4  # one number, the sum of terms that cancel to a thousandth of their size
 
 
 def nhwc(x):
@@ -62,7 +63,8 @@ def test_golden(name):
     y = GOLDEN_OPS[name](*inputs)
     assert relative_error(y, values["y"]) < FORWARD
     for i, grad in enumerate(torch.autograd.grad(y, inputs, values["gy"])):
-        assert relative_error(grad, values[f"grad{i}"]) < GRADIENT, f"gradient of input {i}"
+        limit = GAIN_GRADIENT if grad.ndim == 0 else GRADIENT
+        assert relative_error(grad, values[f"grad{i}"]) < limit, f"gradient of input {i}"
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
