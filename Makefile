@@ -33,5 +33,6 @@ clean:
 .venv/installed-%: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Error: Python 3.11 or newer with the venv module is needed (Debian: apt install python3-venv); or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@echo "Installing PyTorch and the rest into .venv: minutes, and on Linux gigabytes ..."
 	$(PY) -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@

@@ -10,10 +10,12 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from edm2.cli.common import Command, ImageCount, IntList
+from edm2.backends import full_precision
+from edm2.cli.common import Command, Float, ImageCount, IntList
 from edm2.errors import UserError
 from edm2.files import make_folder, replacing
 from edm2.generate import Batch, generate_images
+from edm2.latents import RGBEncoder
 from edm2.snapshot import load_snapshot
 
 GAP = 4  # pixels between the images of a grid
@@ -22,20 +24,20 @@ GAP = 4  # pixels between the images of a grid
 @click.command(cls=Command)
 @click.option("--net", metavar="FILE", required=True, help="Network snapshot.")
 @click.option("--gnet", metavar="FILE", help="Guide network snapshot.")
-@click.option("--guidance", metavar="FLOAT", type=float, default=1, show_default=True, help="Guidance strength; 1 = off.")
+@click.option("--guidance", type=Float(), default=1, show_default=True, help="Guidance strength; 1 = off.")
 @click.option("--outdir", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Where to save the images.")
 @click.option("--subdirs", is_flag=True, help="A sub-folder for every 1000 seeds.")
 @click.option("--seeds", type=IntList(), default="16-19", show_default=True, help="One image per seed, e.g. 1,2,5-10.")
 @click.option("--class", "class_idx", type=IntList(), help="Class, or classes to take in turn.  [default: random]")
 @click.option("--batch", type=ImageCount(), default=32, show_default=True, help="Images at a time.")
 @click.option("--steps", "num_steps", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help="Sampling steps.")
-@click.option("--sigma_min", metavar="FLOAT", type=click.FloatRange(0, min_open=True), default=0.002, show_default=True, help="Lowest noise level.")
-@click.option("--sigma_max", metavar="FLOAT", type=click.FloatRange(0, min_open=True), default=80, show_default=True, help="Highest noise level.")
-@click.option("--rho", metavar="FLOAT", type=click.FloatRange(0, min_open=True), default=7, show_default=True, help="Time step exponent.")
-@click.option("--S_churn", "S_churn", metavar="FLOAT", type=click.FloatRange(0), default=0, show_default=True, help="Stochasticity strength.")
-@click.option("--S_min", "S_min", metavar="FLOAT", type=click.FloatRange(0), default=0, show_default=True, help="Its lowest noise level.")
-@click.option("--S_max", "S_max", metavar="FLOAT", type=click.FloatRange(0), default=math.inf, show_default=True, help="Its highest noise level.")
-@click.option("--S_noise", "S_noise", metavar="FLOAT", type=float, default=1, show_default=True, help="Its noise inflation.")
+@click.option("--sigma_min", type=Float(above=0), default=0.002, show_default=True, help="Lowest noise level.")
+@click.option("--sigma_max", type=Float(above=0), default=80, show_default=True, help="Highest noise level.")
+@click.option("--rho", type=Float(above=0), default=7, show_default=True, help="Time step exponent.")
+@click.option("--S_churn", "S_churn", type=Float(0), default=0, show_default=True, help="Stochasticity strength.")
+@click.option("--S_min", "S_min", type=Float(0), default=0, show_default=True, help="Its lowest noise level.")
+@click.option("--S_max", "S_max", type=Float(0, infinite=True), default=math.inf, show_default=True, help="Its highest noise level.")
+@click.option("--S_noise", "S_noise", type=Float(), default=1, show_default=True, help="Its noise inflation.")
 @click.option("--grid", metavar="PNG", type=click.Path(path_type=Path), help="Also write all images as one grid.")
 @click.option("--columns", metavar="INT", type=click.IntRange(min=1), default=10, show_default=True, help="Width of the grid in images.")
 @click.option("--scale", metavar="INT", type=click.IntRange(min=1), default=1, show_default=True, help="Enlarge the pixels of the grid.")
@@ -45,9 +47,12 @@ def main(
 ) -> None:  # fmt: skip
     """Generate images: `{seed:06d}.png` in OUTDIR. A latent network gives `.npy` files of VAE latents."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    full_precision()
     snapshot = load_snapshot(net, device)
     guide = load_snapshot(gnet, device).net if gnet else None
     check(snapshot.net, guide, batch=batch, **options)
+    if grid and not (snapshot.encoder or RGBEncoder()).makes_pixels:
+        raise UserError(f"--grid: {net} makes VAE latents, not pixels")
     batches = generate_images(snapshot.net, seeds, guide, encoder=snapshot.encoder, max_batch_size=batch, **options)
     done: list[np.ndarray] = []
     with tqdm(total=len(seeds), unit="img", disable=None) as bar:

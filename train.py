@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from edm2 import summary
-from edm2.cli.common import Command, ImageCount
+from edm2.cli.common import Command, Float, ImageCount
 from edm2.config import TrainingConfig
 from edm2.network import Precond
 from edm2.training import open_dataset, train
@@ -20,19 +20,19 @@ from edm2.training import open_dataset, train
 @click.option("--duration", type=ImageCount(), help="Training duration in images.")
 @click.option("--batch", type=ImageCount(), help="Total batch size.")
 @click.option("--channels", metavar="INT", type=click.IntRange(min=1), help="Channel multiplier.")
-@click.option("--dropout", metavar="FLOAT", type=click.FloatRange(0, 1, max_open=True), help="Dropout probability.")
-@click.option("--P_mean", "P_mean", metavar="FLOAT", type=float, help="Noise level mean, of ln(sigma).")
-@click.option("--P_std", "P_std", metavar="FLOAT", type=click.FloatRange(0, min_open=True), help="Its spread.")
-@click.option("--lr", metavar="FLOAT", type=click.FloatRange(0, min_open=True), help="Reference learning rate.")
-@click.option("--decay", metavar="BATCHES", type=click.FloatRange(0), help="Batches after which it decays; 0 = never.")
+@click.option("--dropout", type=Float(0, max=1, max_open=True), help="Dropout probability.")
+@click.option("--P_mean", "P_mean", type=Float(), help="Noise level mean, of ln(sigma).")
+@click.option("--P_std", "P_std", type=Float(above=0), help="Its spread.")
+@click.option("--lr", type=Float(above=0), help="Reference learning rate.")
+@click.option("--decay", metavar="BATCHES", type=Float(0), help="Batches after which it decays; 0 = never.")
 @click.option("--batch-gpu", type=ImageCount(), help="Limit on the batch per GPU; the rest by accumulation.")
 @click.option("--fp16", metavar="BOOL", type=bool, default=True, show_default=True, help="Mixed precision on GPUs?")
-@click.option("--ls", metavar="FLOAT", type=click.FloatRange(0, min_open=True), default=1, show_default=True, help="Loss scaling.")
+@click.option("--ls", type=Float(above=0), default=1, show_default=True, help="Loss scaling.")
 @click.option("--bench", metavar="BOOL", type=bool, default=True, show_default=True, help="Let cuDNN benchmark?")
 @click.option("--status", type=ImageCount(), help="Interval of status lines; 0 = never.  [128Ki]")
 @click.option("--snapshot", type=ImageCount(), help="Interval of network snapshots; 0 = never.  [8Mi]")
 @click.option("--checkpoint", type=ImageCount(), help="Interval of training checkpoints; 0 = never.  [128Mi]")
-@click.option("--seed", metavar="INT", type=int, default=0, show_default=True, help="Random seed.")
+@click.option("--seed", metavar="INT", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Random seed.")
 @click.option("--mirror", is_flag=True, help="Also train on the mirror image of each image.")
 @click.option("--workers", metavar="INT", type=click.IntRange(min=0), help="Processes that read a dataset too large for memory.  [2]")
 @click.option("--init", metavar="FILE", help="Start from the weights of this snapshot.")

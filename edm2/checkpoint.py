@@ -13,6 +13,7 @@ from edm2.errors import UserError
 from edm2.files import make_folder, replacing
 
 OPTIONS = "training_options.json"
+RUN_FILES = "training-state-*.pt", "network-snapshot-*.safetensors", "stats.jsonl"
 
 
 def kimg_name(nimg: int) -> str:
@@ -34,17 +35,31 @@ def save_checkpoint(outdir: Path, nimg: int, state: dict[str, Any]) -> Path:
     """Write a training state (tensors, numbers, strings and containers of them)."""
     path = outdir / f"training-state-{kimg_name(nimg)}.pt"
     with replacing(path) as temporary:
-        torch.save(state, temporary)
+        try:
+            torch.save(state, temporary)
+        except RuntimeError as e:  # its form of OSError
+            raise UserError(f"cannot write {path}: {str(e).splitlines()[0]}") from e
     return path
 
 
-def load_newest_checkpoint(outdir: Path, device: torch.device) -> dict[str, Any] | None:
-    """The newest readable training state in `outdir`, or None. A damaged one is named in a warning and skipped."""
-    for path in sorted(outdir.glob("training-state-*.pt"), key=_kimg, reverse=True):
+def load_newest_checkpoint(outdir: Path) -> dict[str, Any] | None:
+    """The newest readable training state in `outdir`, on the CPU, or None where there is none.
+
+    A damaged one is named in a warning and skipped. UserError if there are some and none can be read: beginning anew
+    would overwrite the run.
+    """
+    paths = sorted(outdir.glob("training-state-*.pt"), key=_kimg, reverse=True)
+    for path in paths:
         try:
-            return torch.load(path, map_location=device, weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            return {key: state[key] for key in ("nimg", "elapsed", "net", "optimizer")}
+        except MemoryError:
+            raise
         except Exception as e:  # a damaged file makes the reader raise almost anything
-            warnings.warn(f"{path} cannot be read ({str(e).splitlines()[0]}); trying the one before", stacklevel=2)
+            reason = (str(e).splitlines() or [type(e).__name__])[0]
+            warnings.warn(f"{path} cannot be read ({reason}); trying the one before", stacklevel=2)
+    if paths:
+        raise UserError(f"none of the {len(paths)} training states in {outdir} can be read; move them away to begin anew")
     return None
 
 
@@ -54,15 +69,18 @@ def _kimg(path: Path) -> float:
 
 
 def check_options(outdir: Path, options: dict[str, Any], may_differ: Iterable[str]) -> None:
-    """UserError if the folder holds a run with other options, with the differences.
+    """UserError if the folder holds a run with other options, with the differences, or one whose options are lost.
 
     Options named in `may_differ` do not change what a run computes and are not compared.
     """
-    if not (outdir / OPTIONS).exists():
-        return
-    differences = _differences(_read_options(outdir / OPTIONS), _as_json(options), set(may_differ))
-    if differences:
-        raise UserError(f"{outdir} holds another run ({'; '.join(differences)}); choose another --outdir")
+    if (outdir / OPTIONS).exists():
+        differences = _differences(_read_options(outdir / OPTIONS), _as_json(options), set(may_differ))
+        if differences:
+            raise UserError(f"{outdir} holds another run ({'; '.join(differences)}); choose another --outdir")
+    elif outdir.is_dir():
+        left = [path.name for pattern in RUN_FILES for path in outdir.glob(pattern)]
+        if left:
+            raise UserError(f"{outdir} holds {left[0]} of a run, but no {OPTIONS}; choose another --outdir")
 
 
 def write_options(outdir: Path, options: dict[str, Any]) -> None:
@@ -78,7 +96,7 @@ def _as_json(options: dict[str, Any]) -> dict[str, Any]:
 def _read_options(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
-    except (OSError, ValueError) as e:
+    except (OSError, TypeError, ValueError) as e:
         raise UserError(f"{path} cannot be read ({e}); choose another --outdir") from e
 
 

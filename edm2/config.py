@@ -6,7 +6,7 @@ from edm2.errors import UserError
 from edm2.network import Precond
 from edm2.presets import build, get_preset
 
-RUN_CONTROL = ("outdir", "duration", "batch_gpu", "status", "snapshot", "checkpoint", "workers", "bench")
+RUN_CONTROL = ("outdir", "duration", "batch_gpu", "status", "snapshot", "snapshot_dtype", "checkpoint", "workers", "bench")
 """Options that may change when a run is resumed: they steer it, but do not change what a step computes."""
 
 
@@ -52,16 +52,23 @@ class TrainingConfig:
 
     def check(self, world_size: int) -> None:
         """UserError where the counts do not fit together; for a resolved configuration."""
-        share = world_size * (self.batch_gpu or 1)
-        if self.batch < 1 or self.batch % share:
-            per_gpu = f" × {self.batch_gpu} images per GPU" if self.batch_gpu else ""
-            raise UserError(f"--batch {self.batch} is not a multiple of {world_size} process(es){per_gpu} = {share}")
+        if self.batch < 1 or self.batch % world_size:
+            raise UserError(f"--batch {self.batch} is not a positive multiple of the {world_size} process(es)")
+        share, micro = self.batch // world_size, self.micro_batch(world_size)
+        if micro < 1 or share % micro:
+            product = f"{world_size} process(es) × {self.batch_gpu} images per GPU"
+            raise UserError(f"--batch {self.batch} is not a multiple of {product}; choose another --batch-gpu")
         for name in ("duration", "status", "snapshot", "checkpoint"):
             count = getattr(self, name)
             if count < 0 or count % self.batch:
                 raise UserError(f"--{name} {count} is not a multiple of the batch of {self.batch} images")
         if self.snapshot_dtype not in ("fp16", "fp32"):
             raise UserError(f"--snapshot-dtype {self.snapshot_dtype} is neither fp16 nor fp32")
+
+    def micro_batch(self, world_size: int) -> int:
+        """Images that a process holds at a time: its share of the batch, within the limit of `batch_gpu`."""
+        share = self.batch // world_size
+        return share if self.batch_gpu is None else min(self.batch_gpu, share)
 
     def build(self, img_resolution: int, img_channels: int, label_dim: int) -> Precond:
         """A fresh network for images of this size. UserError where preset, options and size do not fit."""

@@ -1,5 +1,6 @@
 """The processes of a run, as `torchrun` starts them; one process without it."""
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,10 @@ class Processes:
         if self.world_size == 1:
             return net
         device_ids = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(net, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+        # The buffers are constants. PyTorch 2.13 renamed the option that says so.
+        renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        constant = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+        return DistributedDataParallel(net, device_ids=device_ids, gradient_as_bucket_view=True, **constant)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over all processes."""
@@ -46,7 +50,7 @@ def processes() -> Iterator[Processes]:
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     try:
         yield Processes(rank, world_size, device)
     finally:

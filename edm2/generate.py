@@ -63,7 +63,7 @@ def generate_images(
     classes = _check_classes(net, class_idx)
     device = next(net.parameters()).device
     for start in range(0, len(seeds), max_batch_size):
-        part = list(seeds[start : start + max_batch_size])
+        part = [int(seed) for seed in seeds[start : start + max_batch_size]]
         random = SeedGenerators(part, device)
         noise = random.randn(net.img_channels, net.img_resolution, net.img_resolution)
         labels = _labels(net, classes, range(start, start + len(part)), random)
@@ -75,7 +75,7 @@ def generate_images(
 def _check_classes(net: Precond, class_idx: int | Sequence[int] | None) -> list[int] | None:
     if class_idx is None:
         return None
-    classes = [class_idx] if isinstance(class_idx, int) else list(class_idx)
+    classes = np.ravel(class_idx).astype(int).tolist()
     if not net.label_dim:
         raise UserError("the network is unconditional: it takes no class")
     unknown = [c for c in classes if not 0 <= c < net.label_dim]

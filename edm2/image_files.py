@@ -19,6 +19,9 @@ from edm2.errors import UserError
 from edm2.files import replacing
 
 
+MAX_CLASSES = 2**20  # a class index beyond is a mistake: one-hot labels would not fit in memory
+
+
 class ImageFiles:
     """The image files of a folder (with its sub-folders) or ZIP: `names` sorted, relative to `path`.
 
@@ -123,7 +126,7 @@ def _image_suffixes() -> set[str]:
 
 
 def _walk(root: Path) -> Iterator[str]:
-    for folder, _, names in os.walk(root):
+    for folder, _, names in os.walk(root, followlinks=True):
         prefix = Path(folder).relative_to(root).as_posix()
         yield from names if prefix == "." else (f"{prefix}/{name}" for name in names)
 
@@ -146,14 +149,14 @@ def _label_array(where: str, names: list[str], labels: list) -> np.ndarray:
     length = len(labels[0]) if isinstance(labels[0], list) and labels[0] else None
     for name, label in zip(names, labels, strict=True):
         if not _is_label(label, length):
-            wanted = "an integer >= 0" if length is None else f"a list of {length} finite numbers"
+            wanted = f"an integer from 0 to {MAX_CLASSES - 1}" if length is None else f"a list of {length} finite numbers"
             raise UserError(f"{where}: the label of {name} is {repr(label)[:50]}; expected {wanted}, as for all images")
     return np.array(labels, np.int64 if length is None else np.float32)
 
 
 def _is_label(label, length: int | None) -> bool:
     if length is None:
-        return type(label) is int and 0 <= label < 2**31
+        return type(label) is int and 0 <= label < MAX_CLASSES
     numbers = type(label) is list and all(type(v) in (int, float) for v in label)
     return numbers and len(label) == length and all(abs(v) < 3e38 for v in label)  # finite in float32
 

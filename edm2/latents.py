@@ -50,7 +50,7 @@ class LatentEncoder:
         final_std: float = 0.5,
     ):
         self.raw_mean, self.raw_std, self.final_std = tuple(raw_mean), tuple(raw_std), final_std
-        scale = np.float64(final_std) / np.array(raw_std)
+        scale = final_std / np.array(raw_std, np.float64)
         self.scale = torch.tensor(scale, dtype=torch.float32).reshape(-1, 1, 1)
         self.bias = torch.tensor(-np.array(raw_mean) * scale, dtype=torch.float32).reshape(-1, 1, 1)
 
@@ -61,11 +61,18 @@ class LatentEncoder:
     def encode(self, x: Tensor, normal: Tensor) -> Tensor:
         """Means ⊕ standard deviations `[N, 2C, H, W]` and normal draws `[N, C, H, W]` → standardised latents."""
         mean, std = x.float().chunk(2, dim=1)
-        return (mean + std * normal) * self.scale.to(x.device) + self.bias.to(x.device)
+        self._move(x.device)
+        return (mean + std * normal) * self.scale + self.bias
 
     def decode(self, x: Tensor) -> Tensor:
         """Standardised latents → latents of the VAE, fp32 `[N, C, H, W]`."""
-        return (x.float() - self.bias.to(x.device)) / self.scale.to(x.device)
+        self._move(x.device)
+        return (x.float() - self.bias) / self.scale
+
+    def _move(self, device: torch.device) -> None:
+        """Keep the factors where they are used: a copy to a GPU makes it wait."""
+        if self.scale.device != device:
+            self.scale, self.bias = self.scale.to(device), self.bias.to(device)
 
 
 Encoder = RGBEncoder | LatentEncoder

@@ -302,7 +302,9 @@ class Precond(nn.Module):
             raise ValueError(f"x: expected [N, {self.img_channels}, H, W] with H and W multiples of {step}, got {list(x.shape)}")
 
     def _sigma(self, sigma: Tensor | float, x: Tensor) -> Tensor:
-        sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).reshape(-1, 1, 1, 1)
+        if not isinstance(sigma, Tensor):
+            sigma = torch.full([1], sigma, device=x.device)  # without a copy, which would make a GPU wait
+        sigma = sigma.to(x.device, torch.float32).reshape(-1, 1, 1, 1)
         if sigma.shape[0] not in (1, x.shape[0]):
             raise ValueError(f"sigma: expected a scalar or {x.shape[0]} values, got {sigma.shape[0]}")
         return sigma.expand(x.shape[0], 1, 1, 1)

@@ -83,6 +83,8 @@ class EDM2Optimizer:
 
     def _sanitize_gradients(self) -> None:
         grads = [p.grad for p in self.params.values() if p.grad is not None]
+        if not grads:
+            raise RuntimeError("step() before backward(): no parameter has a gradient")
         self.nonfinite = torch.stack([(g - g).count_nonzero() for g in grads]).sum()  # x − x is NaN unless x is finite
         for grad in grads:
             torch.nan_to_num(grad, nan=0, posinf=0, neginf=0, out=grad)

@@ -4,7 +4,7 @@ An average is named by its relative width σ_rel ("std"); γ ("exp") is the expo
 [0, t]. Times are counts of images. Float64 throughout.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,24 +66,35 @@ class StoredAverage(NamedTuple):
 
 
 def reconstruct(
-    snapshots: Sequence[StoredAverage], out_stds: Sequence[float], out_nimg: int | None = None
+    snapshots: Iterable, out_stds: Sequence[float], out_nimg: int | None = None
 ) -> list[dict[str, Tensor]]:
     """Averages of any σ_rel from the stored ones: one fp32 dict of tensors for each of `out_stds`.
 
-    `snapshots`: `StoredAverage`s, or plain (nimg, std, tensors). Those after `out_nimg` (default: the last one's time)
+    `snapshots`: what `edm2.load_snapshot` returns, `StoredAverage`s or plain (nimg, std, tensors). Those after `out_nimg` (default: the last one's time)
     are left out, and one of them must lie at it. Raises ValueError where they do not fit together.
     """
-    snapshots = [StoredAverage(*s) for s in snapshots]
+    snapshots = [_stored_average(s) for s in snapshots]
+    if not snapshots:
+        raise ValueError("no snapshots to reconstruct from")
     out_nimg = max(s.nimg for s in snapshots) if out_nimg is None else out_nimg
     used = [s for s in snapshots if 0 < s.nimg <= out_nimg]
     _check(used, out_nimg)
     coefficients = solve_posthoc_coefficients([s.nimg for s in used], [s.std for s in used], out_nimg, out_stds)
     outputs: list[dict[str, Tensor]] = [{} for _ in out_stds]
     for name in used[0].tensors:
-        tensors = [s.tensors[name].float() for s in used]
+        tensors = [s.tensors[name].detach().float() for s in used]
         for output, column in zip(outputs, coefficients.T):
             output[name] = sum(c * tensor for c, tensor in zip(column.tolist(), tensors))
     return outputs
+
+
+def _stored_average(snapshot) -> StoredAverage:
+    if isinstance(snapshot, tuple):
+        return StoredAverage(*snapshot)
+    meta = snapshot.meta
+    if "nimg" not in meta or "std" not in meta:
+        raise ValueError(f"a snapshot does not say its images seen (nimg) and sigma_rel (std): its meta is {meta}")
+    return StoredAverage(meta["nimg"], meta["std"], dict(snapshot.net.named_parameters()))
 
 
 def _check(used: Sequence[StoredAverage], out_nimg: int) -> None:

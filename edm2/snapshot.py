@@ -77,8 +77,8 @@ def load_snapshot(path: str | Path, device: str | torch.device = "cpu") -> Snaps
             net = Precond(**header["config"])
         net.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
         encoder = header["encoder"] and encoder_from_config(header["encoder"])
-    except (RuntimeError, TypeError, ValueError) as e:
-        reason = str(e).splitlines()[0]
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise UserError(f"{path} does not fit its own configuration ({reason}); it was not written by this project") from e
     return Snapshot(net.eval(), header["config"], encoder or None, header["meta"])
 
@@ -98,4 +98,7 @@ def _read(path: str | Path, device: str | torch.device) -> tuple[dict[str, Any],
         raise UserError(f"{path} is truncated or no safetensors file ({e})") from e
     if metadata.get("edm2") != FORMAT:
         raise UserError(f"{path} is a safetensors file, but not a snapshot of this project (layout {FORMAT})")
-    return {key: json.loads(metadata[key]) for key in ("config", "encoder", "meta")}, tensors
+    try:
+        return {key: json.loads(metadata[key]) for key in ("config", "encoder", "meta")}, tensors
+    except (KeyError, ValueError) as e:
+        raise UserError(f"{path} has a damaged header ({e}); it was not written by this project") from e

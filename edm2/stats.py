@@ -1,6 +1,7 @@
 """What a run reports: a progress bar, status lines, and `stats.jsonl` with the official release's keys."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from edm2.distributed import Processes
+from edm2.errors import UserError
 from edm2.files import replacing
 
 GiB = 2**30
@@ -43,8 +45,10 @@ class StatusLog:
         self.bar.update(images)
 
     def tick(self, nimg: int, lr: float) -> None:
-        """Write a status line for the steps since the last one."""
+        """Write a status line for the steps since the last one. UserError if the loss is no longer finite."""
         loss, nonfinite = self.procs.sum(self._sums).tolist()
+        if not math.isfinite(loss):
+            raise UserError(f"the loss is {loss} after {nimg} images: look for damaged data, or lower --lr")
         now, images = time.time(), nimg - self.tick_nimg
         stats = {
             "Progress/kimg": nimg / 1000,
@@ -71,8 +75,11 @@ class StatusLog:
         self.bar.close()
 
     def _write(self, stats: dict[str, Any]) -> None:
-        with open(self.path, "a") as file:
-            file.write(json.dumps(stats) + "\n")
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(stats) + "\n")
+        except OSError as e:
+            raise UserError(f"cannot write {self.path}: {e.strerror or e}") from e
         nonfinite = stats["Loss/nonfinite_gradients"]
         self.bar.set_postfix_str(f"loss {stats['Loss/loss']:.4f}")
         tqdm.write(
@@ -88,24 +95,28 @@ class StatusLog:
 
 
 def read_stats(run: str | Path) -> list[dict[str, float]]:
-    """The status lines of a run's folder, oldest first."""
-    lines = (Path(run) / "stats.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    """The status lines of a run's folder, oldest first. UserError if there are none to read."""
+    path = Path(run) / "stats.jsonl"
+    try:
+        stats = [json.loads(line) for line in path.read_text().splitlines()]
+        return [{key: float(value) for key, value in line.items()} for line in stats]
+    except (OSError, AttributeError, TypeError, ValueError) as e:
+        raise UserError(f"{path} cannot be read ({e}); give the --outdir of a training run") from e
 
 
 def _drop_after(path: Path, kimg: float) -> None:
     """Drop what an interrupted run reported after the state it resumes from: those steps are done again."""
     if not path.exists():
         return
-    lines = [line for line in path.read_text().splitlines() if _kimg(line) <= kimg]
+    lines = [line for line in path.read_text(errors="replace").splitlines() if _kimg(line) <= kimg]
     with replacing(path) as temporary:
         temporary.write_text("".join(f"{line}\n" for line in lines))
 
 
 def _kimg(line: str) -> float:
     try:
-        return json.loads(line)["Progress/kimg"]
-    except (ValueError, KeyError):  # cut off in the middle of a line
+        return float(json.loads(line)["Progress/kimg"])
+    except (KeyError, TypeError, ValueError):  # cut off in the middle of a line, or damaged
         return float("inf")
 
 

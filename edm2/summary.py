@@ -1,9 +1,10 @@
 """What a network costs, without running it: parameters, multiply-adds, memory. On PyTorch's meta device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from edm2.loss import denoising_loss
@@ -35,7 +36,7 @@ def training_memory(make_net: Callable[[], Precond], images: int, averages: int 
     with torch.device("meta"):
         net = make_net().train()
         net.dtype = torch.float16 if net.use_fp16 else torch.float32
-        fixed, two = _saved_bytes(net, 1), _saved_bytes(net, 2)
+        fixed, two = _loss_bytes(net, 1), _loss_bytes(net, 2)
     state = parameter_count(make_net) * (BYTES_PER_PARAMETER + 4 * averages)
     return state, fixed + (two - fixed) * (images - 1)
 
@@ -44,8 +45,19 @@ def _image(net: Precond, n: int) -> Tensor:
     return torch.zeros(n, net.img_channels, net.img_resolution, net.img_resolution)
 
 
-def _saved_bytes(net: Precond, n: int) -> int:
-    """Bytes that autograd keeps for one loss on n images, each storage counted once, parameters left out."""
+def _loss_bytes(net: Precond, n: int) -> int:
+    """Bytes that autograd keeps for one loss on n images."""
+    with saved_bytes(net) as saved:
+        denoising_loss(net, _image(net, n), torch.ones(n), _image(net, n))
+    return saved()
+
+
+@contextmanager
+def saved_bytes(net: nn.Module) -> Iterator[Callable[[], int]]:
+    """Within it, autograd's saved tensors are counted; the result gives their bytes.
+
+    Each storage counts once, those of the network's parameters not at all.
+    """
     own = {p.untyped_storage()._cdata for p in net.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -54,5 +66,4 @@ def _saved_bytes(net: Precond, n: int) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        denoising_loss(net, _image(net, n), torch.ones(n), _image(net, n))
-    return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in own)
+        yield lambda: sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in own)

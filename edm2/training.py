@@ -1,9 +1,8 @@
 """The training loop: the order of a step, what is drawn for it, when to save."""
 
-import ctypes
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edm2.backends import full_precision, keep_freed_memory
 from edm2.checkpoint import check_options, load_newest_checkpoint, save_checkpoint, snapshot_name, write_options
 from edm2.config import RUN_CONTROL, TrainingConfig
 from edm2.data import ImageDataset, batches
@@ -38,7 +38,7 @@ def train(config: TrainingConfig | Mapping[str, Any]) -> "Trainer":
     with processes() as procs:
         check_options(outdir, asdict(config), RUN_CONTROL)
         trainer = Trainer(config, procs)
-        trainer.start(load_newest_checkpoint(outdir, procs.device))
+        trainer.start(load_newest_checkpoint(outdir))
         if procs.rank == 0:
             write_options(outdir, asdict(config))
         status = StatusLog(outdir, procs, trainer.nimg, config.duration, trainer.elapsed)
@@ -74,27 +74,28 @@ class Trainer:
 
     def start(self, state: dict[str, Any] | None = None) -> None:
         """Continue from a `state_dict()`, or begin with fresh or given weights."""
-        _set_precision(self.config.bench)
+        full_precision(self.config.bench)
         if self.procs.device.type == "cpu":
-            _keep_freed_memory()
+            keep_freed_memory()
         if state is None:
             if self.config.init is not None:
                 start_from(self.net, self.config.init)
             force_weight_norm_(self.net)
         else:
-            self.net.load_state_dict(state["net"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.nimg, self.elapsed = state["nimg"], state["elapsed"]
+            self._resume(state)
+        times = self.procs.sum(torch.tensor([self.nimg], device=self.procs.device))
+        if times.item() != self.nimg * self.procs.world_size:
+            raise UserError(f"the processes read different training states in {self.config.outdir}: do all see it?")
         self.ddp = self.procs.wrap(self.net)
         self.data = batches(
             self.dataset, self.config.seed, self.nimg, self.config.batch, self.procs.rank, self.procs.world_size,
-            self.config.batch_gpu, self.config.workers,
+            self.config.micro_batch(self.procs.world_size), self.config.workers,
         )  # fmt: skip
 
     def step(self) -> Tensor:
         """One optimizer step. Returns the sum over this process's images of the loss per element (0-d)."""
         config, share = self.config, self.config.batch // self.procs.world_size
-        micro = config.batch_gpu or share
+        micro = config.micro_batch(self.procs.world_size)
         draws = Draws.of_step(self, share)
         total = torch.zeros([], device=self.procs.device)
         self.optimizer.zero_grad()
@@ -136,6 +137,15 @@ class Trainer:
     def _build(self) -> Precond:
         torch.manual_seed(self.config.seed)  # on the CPU, so that every device starts from the same weights
         return self.config.build(self.image_shape[1], self.image_shape[0], self.dataset.label_dim)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        try:
+            self.net.load_state_dict(state["net"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.nimg, self.elapsed = state["nimg"], state["elapsed"]
+        except (KeyError, RuntimeError, TypeError, ValueError) as e:
+            reason = str(e).splitlines()[0]
+            raise UserError(f"the training state in {self.config.outdir} is of another network ({reason})") from e
 
     def _local_gradients(self):
         """Within it, gradients add up in this process and are not exchanged."""
@@ -207,22 +217,3 @@ def _shape(tensors: Mapping[str, Tensor], key: str) -> torch.Size | None:
 def _mix(*numbers: int) -> int:
     """One 64-bit seed from several numbers."""
     return int(np.random.SeedSequence([n % 2**64 for n in numbers]).generate_state(1, np.uint64)[0])
-
-
-def _set_precision(benchmark: bool) -> None:
-    """Full fp32 products and sums, as in the paper (appendix D.2)."""
-    torch.backends.cudnn.benchmark = benchmark
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-
-def _keep_freed_memory() -> None:
-    """Have glibc keep the memory that a step frees instead of returning it to the system and faulting it in again.
-
-    10,000 page faults fewer per step of the digits preset, 11 to 15 % of its time on two cores.
-    """
-    with suppress(OSError, AttributeError, TypeError):  # where the C library is another
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: up to this size from the heap, its maximum
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: shrink the heap only beyond this

@@ -66,6 +66,7 @@ class TestTrain:
             (["--preset=nothing-like-it"], "choose from edm2-img512-xxs"),
             (["--batch=9", "--batch-gpu=2"], "--batch 9 is not a multiple of 1 process(es) × 2"),
             (["--batch=0"], "--batch 0"),
+            (["--batch-gpu=0"], "choose another --batch-gpu"),
             (["--snapshot=12"], "--snapshot 12 is not a multiple of the batch of 8"),
             (["--checkpoint=9"], "--checkpoint 9"),
             (["--status=9"], "--status 9"),
@@ -75,6 +76,9 @@ class TestTrain:
             (["--init=/no/such/file"], "/no/such/file does not exist"),
             (["--batch=8Gb"], "no count of images"),
             (["--lr=-1"], "--lr"),
+            (["--lr=nan"], "nan is no finite number"),
+            (["--ls=inf"], "inf is no finite number"),
+            (["--seed=99999999999999999999"], "--seed"),
             (["--outdir=/dev/null/x"], "/dev/null/x"),
         ],
     )
@@ -161,6 +165,8 @@ class TestSample:
         result = call(sample.main, f"--net={tmp_path}/net", f"--outdir={tmp_path}", "--steps=1", "--seeds=5")
         assert result.exit_code == 0, result.output
         assert np.load(tmp_path / "000005.npy").shape == (2, 8, 8)
+        line = refused(sample.main, f"--net={tmp_path}/net", f"--outdir={tmp_path}/out", f"--grid={tmp_path}/grid.png")
+        assert "makes VAE latents, not pixels" in line
 
     @pytest.mark.parametrize(
         ("args", "words"),
@@ -170,6 +176,11 @@ class TestSample:
             (["--guidance=1.5"], "needs a guide network: give --gnet"),
             (["--steps=0"], "--steps"),
             (["--seeds=1-x"], "no list of integers"),
+            (["--seeds=5-3"], "no list of integers"),
+            (["--class=3-2"], "no list of integers"),
+            (["--sigma_max=inf"], "inf is no finite number"),
+            (["--rho=nan"], "nan is no finite number"),
+            (["--S_max=nan"], "nan is no finite number"),
             (["--batch=0"], "--batch"),
             (["--sigma_min=90"], "--sigma_min 90.0 must be below"),
         ],
@@ -200,7 +211,9 @@ class TestTools:
             assert image.size == (840, 480)
 
     def test_plot_of_nothing(self, tmp_path):
-        assert "no readable stats.jsonl" in refused(tools, "plot", tmp_path)
+        assert "stats.jsonl cannot be read" in refused(tools, "plot", tmp_path)
+        (tmp_path / "stats.jsonl").write_bytes(b"\xff\xfe")
+        assert "stats.jsonl cannot be read" in refused(tools, "plot", tmp_path)
 
     def test_recognise(self, digits_zip, digits, tmp_path):
         """An untrained network is recognised at about the rate of chance; the real images nearly always."""

@@ -161,7 +161,7 @@ def test_labels_wanted_but_absent(path, labels, why):
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        (0, -1, "b.png is -1; expected an integer >= 0"),
+        (0, -1, "b.png is -1; expected an integer from 0"),
         (0, 1.0, "b.png is 1.0; expected an integer"),
         (0, True, "b.png is True"),
         (0, 10**30, "b.png is 1000"),

@@ -10,7 +10,7 @@ from tests.conftest import relative_error, tiny_net
 
 
 def generate(net=None, seeds=range(5), **kwargs):
-    batches = list(edm2.generate_images(net or tiny_net(), list(seeds), num_steps=2, **kwargs))
+    batches = list(edm2.generate_images(net or tiny_net(), seeds, num_steps=2, **kwargs))
     seeds = [seed for batch in batches for seed in batch.seeds]
     return seeds, torch.cat([batch.latents for batch in batches]), batches
 
@@ -48,6 +48,7 @@ def test_classes():
     labels = sum((batch.labels.argmax(1).tolist() for batch in generate(class_idx=[0, 4], max_batch_size=3)[2]), [])
     assert labels == [0, 4, 0, 4, 0]
     assert generate(tiny_net(0))[2][0].labels is None
+    assert generate(seeds=torch.tensor([3]), class_idx=np.int64(2))[2][0].labels.argmax().item() == 2
 
 
 @pytest.mark.parametrize("class_idx", [5, -1, [0, 7]])

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import edm2
 from edm2 import phema
-from tests.conftest import Golden, relative_error
+from tests.conftest import Golden, relative_error, tiny_net
 
 FLOAT64 = 1e-10
 
@@ -133,9 +134,24 @@ def test_reconstructing_what_is_stored_returns_it():
     assert average["b"].dtype == torch.float32
 
 
+def test_reconstructing_from_files(tmp_path):
+    """What `load_snapshot` returns will do: here two averages of one network, which any combination returns."""
+    net = tiny_net()
+    for std in (0.05, 0.10):
+        edm2.save_snapshot(tmp_path / f"{std}", net, meta={"nimg": 1024, "std": std}, dtype=torch.float32)
+    snapshots = [edm2.load_snapshot(tmp_path / f"{std}") for std in (0.05, 0.10)]
+    for average in phema.reconstruct(snapshots, [0.07, 0.12]):
+        for name, p in net.named_parameters():
+            torch.testing.assert_close(average[name], p.detach(), rtol=1e-4, atol=1e-5)
+    snapshots[0].meta.pop("std")
+    with pytest.raises(ValueError, match="does not say its images seen"):
+        phema.reconstruct(snapshots, [0.07])
+
+
 @pytest.mark.parametrize(
     ("snapshots", "out_nimg", "message"),
     [
+        ([], None, "no snapshots"),
         ([snapshot(100, 0.05)], 150, "no snapshot at 150"),
         ([snapshot(100, 0.05), snapshot(100, 0.05)], None, "same time and sigma_rel"),
         ([snapshot(100, 0.05), snapshot(200, 0.05, (4,))], None, "different networks"),

@@ -74,9 +74,15 @@ class TestBadFiles:
         save_file({"w": torch.ones(2)}, tmp_path / "a", metadata)
         self.refused(tmp_path / "a", "not a snapshot of this project")
 
+    @pytest.mark.parametrize("more", [{}, {"config": "{", "encoder": "null", "meta": "{}"}])
+    def test_damaged_header(self, tmp_path, more):
+        save_file({"w": torch.ones(2)}, tmp_path / "a", {"edm2": "1", **more})
+        self.refused(tmp_path / "a", "damaged header")
+
     @pytest.mark.parametrize(
         ("change", "value"),
-        [("config", {"nonsense": 1}), ("config", {}), ("encoder", {"type": "x"}), ("config", {**tiny_net().config, "model_channels": 16})],
+        [("config", {"nonsense": 1}), ("config", {}), ("config", {**tiny_net().config, "channel_mult": []}), ("config", []),
+         ("config", {**tiny_net().config, "channels_per_head": 0}), ("encoder", {"type": "x"}), ("config", {**tiny_net().config, "model_channels": 16})],
     )
     def test_contradictory(self, tmp_path, change, value):
         header = {"config": tiny_net().config, "encoder": None, "meta": {}, change: value}

@@ -111,8 +111,8 @@ def test_checkpoints_are_read_without_executing_anything(config):
     path = Path(config.outdir) / "training-state-0000000.064.pt"
     assert torch.load(path, weights_only=True)["nimg"] == 64
     torch.save({"net": TrainingConfig}, path)  # a class: needs pickle
-    with pytest.warns(UserWarning, match="cannot be read"):
-        assert load_newest_checkpoint(Path(config.outdir), CPU) is None
+    with pytest.warns(UserWarning, match="cannot be read"), pytest.raises(edm2.UserError, match="none of the 1"):
+        load_newest_checkpoint(Path(config.outdir))
 
 
 def test_another_runs_folder_is_refused(config):
@@ -166,7 +166,7 @@ def test_two_processes_equal_one(config, tmp_path, one_thread_env):
         command = [sys.executable, *launcher, "train.py", f"--outdir={outdir}", f"--data={config.data}", *options]
         result = subprocess.run(command, cwd=ROOT, env=one_thread_env, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
-        return load_newest_checkpoint(outdir, CPU), read_stats(outdir)
+        return load_newest_checkpoint(outdir), read_stats(outdir)
 
     one, one_stats = launch("one")
     two, two_stats = launch("two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -218,17 +218,115 @@ def test_training_learns(config):
     assert np.mean(losses[:5]) > 1.5 and np.mean(losses[-10:]) < 1.0
 
 
-def test_latents_are_drawn_afresh_at_each_visit(config, tmp_path):
-    folder = tmp_path / "latents"
-    folder.mkdir()
-    rng = np.random.RandomState(0)
-    for i in range(4):
-        np.save(folder / f"{i}.npy", np.abs(rng.randn(8, 8, 8)).astype(np.float32))
-    trainer = run_steps(replace(config, data=str(folder), cond=False, batch=4, duration=16))
-    assert trainer.image_shape == (4, 8, 8) and trainer.net.label_dim == 0
-    first = Draws.of_step(trainer, 4).normal
-    trainer.step()
-    assert relative_error(Draws.of_step(trainer, 4).normal, first) > 0.1
+class TestLatents:
+    @pytest.fixture()
+    def latents(self, config, tmp_path):
+        """Standard deviations larger than the means, so that the draws of the latents matter."""
+        folder, rng = tmp_path / "latents", np.random.RandomState(0)
+        folder.mkdir()
+        for i in range(4):
+            np.save(folder / f"{i}.npy", np.concatenate([rng.randn(4, 8, 8), np.full((4, 8, 8), 5)]).astype(np.float32))
+        return replace(config, data=str(folder), cond=False, batch=8, duration=16, status=8, snapshot=8, checkpoint=8)
+
+    def test_drawn_afresh_at_each_visit(self, latents):
+        trainer = run_steps(latents, steps=1)
+        assert trainer.image_shape == (4, 8, 8) and trainer.net.label_dim == 0
+        first = Draws.of_step(trainer, 8).normal
+        trainer.step()
+        assert relative_error(Draws.of_step(trainer, 8).normal, first) > 0.1
+
+    def test_accumulation_changes_nothing(self, latents):
+        whole, parts = run_steps(latents), run_steps(replace(latents, batch_gpu=2))
+        for (name, a), b in zip(whole.net.named_parameters(), parts.net.parameters()):
+            assert relative_error(a, b) < 1e-4, name
+
+    def test_draws_belong_to_image_numbers(self, latents):
+        whole = Draws.of_step(Trainer(latents, Processes(0, 1, CPU)), 8).normal
+        parts = [Draws.of_step(Trainer(latents, Processes(rank, 2, CPU)), 4).normal for rank in (0, 1)]
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=0)
+
+    def test_damaged_latents_stop_the_run(self, latents):
+        np.save(Path(latents.data) / "2.npy", np.full((8, 8, 8), np.nan, np.float32))
+        with pytest.raises(edm2.UserError, match="the loss is nan after 8 images"):
+            edm2.train(latents)
+
+
+def test_every_option_reaches_its_place(config, monkeypatch):
+    options = dict(channels=64, dropout=0.2, P_mean=-0.3, P_std=0.7, fp16=False, bench=False)
+    trainer = Trainer(replace(config, **options), Processes(0, 1, CPU))
+    trainer.start()
+    block = trainer.net.unet.enc["8x8_block0"]
+    assert block.conv_res0.weight.shape[0] == 64 and block.dropout == 0.2 and trainer.net.use_fp16 is False
+    assert Trainer(config, Processes(0, 1, CPU)).net.use_fp16 is True
+    draws = trainer.loss.sigma(torch.tensor([0.0, 1.0])).log()
+    torch.testing.assert_close(draws, torch.tensor([-0.3, 0.4]))
+    sigma = Draws.of_step(trainer, 16).sigma.log()
+    assert -1.5 < sigma.mean() < 0.5 and sigma.std() < 1.3  # the loss's, of 16 draws
+    assert TrainingConfig(outdir="", data="").snapshot_dtype == "fp16"
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    assert not (cudnn.benchmark or cudnn.allow_tf32 or cuda.allow_tf32)
+    assert not (cuda.allow_fp16_reduced_precision_reduction or cuda.allow_bf16_reduced_precision_reduction)
+
+
+@pytest.mark.parametrize("change", [dict(lr=0.01), dict(decay=2.0), dict(rampup_Mimg=1.0)])
+def test_learning_rate_options(config, change):
+    """After 6 steps of 16: past the ramp-up, and past a decay that begins after 2."""
+    config = replace(config, decay=1000.0)
+    rates = [run_steps(c, steps=6).lr for c in (config, replace(config, **change))]
+    changed = replace(config.resolved(), **change)
+    expected = edm2.learning_rate_schedule(80, 16, changed.lr, changed.decay, changed.rampup_Mimg)
+    assert rates == pytest.approx([0.02, expected]) and rates[1] < 0.019
+
+
+def test_limit_on_the_images_per_gpu_above_the_share_is_no_limit(config):
+    assert replace(config, batch_gpu=64).resolved().micro_batch(2) == 8
+
+
+class TestRunFolders:
+    """Nothing that a run has left is overwritten by mistake."""
+
+    def kept(self, config, message, **changes):
+        before = {path: path.read_bytes() for path in Path(config.outdir).iterdir()}
+        with warnings.catch_warnings(), pytest.raises(edm2.UserError, match=message):
+            warnings.simplefilter("ignore")
+            edm2.train(replace(config, **changes))
+        assert {path: path.read_bytes() for path in Path(config.outdir).iterdir()} == before
+
+    def test_all_states_damaged(self, config):
+        edm2.train(config)
+        for path in Path(config.outdir).glob("training-state-*"):
+            path.write_bytes(path.read_bytes()[:1000])
+        self.kept(config, "none of the 2 training states .* can be read")
+
+    @pytest.mark.parametrize("gone", ["training_options.json", "training_options.json training-state-*"])
+    def test_options_lost(self, config, gone):
+        edm2.train(replace(config, duration=64))
+        for pattern in gone.split():
+            for path in Path(config.outdir).glob(pattern):
+                path.unlink()
+        self.kept(config, "but no training_options.json", seed=5)
+
+    @pytest.mark.parametrize("content", ["[1,2]", "{", "5"])
+    def test_options_damaged(self, config, content):
+        edm2.train(replace(config, duration=64))
+        (Path(config.outdir) / "training_options.json").write_text(content)
+        self.kept(config, "training_options.json cannot be read")
+
+    def test_state_of_another_network(self, config, tmp_path):
+        edm2.train(replace(config, duration=64))
+        other = replace(config, duration=64, channels=64, outdir=str(tmp_path / "other"))
+        edm2.train(other)
+        state = "training-state-0000000.064.pt"
+        (Path(config.outdir) / state).write_bytes((Path(other.outdir) / state).read_bytes())
+        self.kept(config, "is of another network")
+
+    @pytest.mark.parametrize("line", ["5", '{"Progress/kimg": null}', "[]", "\x00"])
+    def test_damaged_status_lines_are_dropped(self, config, line):
+        edm2.train(replace(config, duration=64))
+        with open(Path(config.outdir) / "stats.jsonl", "a") as file:
+            file.write(line + "\n")
+        edm2.train(config)
+        assert len(read_stats(config.outdir)) == 4
 
 
 def test_mirrored_data(config):

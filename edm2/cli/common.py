@@ -1,5 +1,6 @@
 """What the command lines share: one-line errors, and the notations of the official release's options."""
 
+import math
 import re
 from typing import Any
 
@@ -40,6 +41,22 @@ class ImageCount(click.ParamType):
         return int(match[1]) * self.units[match[2]]
 
 
+class Float(click.FloatRange):
+    """A number, not NaN, and finite unless `infinite`."""
+
+    name = "FLOAT"
+
+    def __init__(self, min: float | None = None, *, above: float | None = None, infinite: bool = False, **kwargs: Any):
+        super().__init__(min if above is None else above, min_open=above is not None, **kwargs)
+        self.infinite = infinite
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number) or (math.isinf(number) and not self.infinite):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return number
+
+
 class IntList(click.ParamType):
     """Integers and ranges: `1,2,5-10`."""
 
@@ -51,7 +68,8 @@ class IntList(click.ParamType):
         numbers: list[int] = []
         for part in str(value).split(","):
             match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-            if not match:
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+            if first > last:
                 self.fail(f"'{value}' is no list of integers; write 0-63 or 1,2,5-10", param, ctx)
-            numbers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+            numbers.extend(range(first, last + 1))
         return numbers

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import click
 import numpy as np
+import torch
 
+from edm2.backends import full_precision
 from edm2.cli.common import IntList
 from edm2.data import ImageDataset
 from edm2.errors import UserError
@@ -29,7 +31,8 @@ def recognise(net: Path, data: Path, seeds: list[int], steps: int, batch: int) -
     The classifier is a support vector machine on the pixels, trained on the whole dataset: meant for small images.
     The classes are asked for in turn.
     """
-    snapshot = load_snapshot(net)
+    full_precision()
+    snapshot = load_snapshot(net, "cuda" if torch.cuda.is_available() else "cpu")
     dataset = ImageDataset(data)
     size = (snapshot.net.img_channels, snapshot.net.img_resolution, snapshot.net.img_resolution)
     if snapshot.net.label_dim != dataset.label_dim or size != dataset.image_shape:

@@ -1,5 +1,6 @@
 """`python -m edm2 plot`: pictures of a training run."""
 
+import math
 from pathlib import Path
 
 import click
@@ -13,10 +14,7 @@ from edm2.stats import read_stats
 @click.option("--out", metavar="PNG", type=click.Path(path_type=Path), help="Where to.  [default: RUN/loss.png]")
 def plot(run: Path, out: Path | None) -> None:
     """Draw the loss and the learning rate of the training run in the folder RUN."""
-    try:
-        stats = read_stats(run)
-    except (OSError, ValueError) as e:
-        raise UserError(f"{run} holds no readable stats.jsonl ({e}); give the --outdir of a training run") from e
+    stats = read_stats(run)
     if not stats:
         raise UserError(f"{run}/stats.jsonl is empty: the run has not reached its first status line")
     out = out or run / "loss.png"
@@ -30,7 +28,8 @@ def draw_loss(stats: list[dict[str, float]], out: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise UserError("plots need matplotlib: pip install 'edm2-triton[plot]'") from e
-    kimg, loss, lr = ([s[k] for s in stats] for k in ("Progress/kimg", "Loss/loss", "Loss/learning_rate"))
+    keys = "Progress/kimg", "Loss/loss", "Loss/learning_rate"
+    kimg, loss, lr = ([line.get(key, math.nan) for line in stats] for key in keys)
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot(kimg, loss, color="tab:blue")

@@ -1,0 +1,170 @@
+"""The ledger: launches, FLOPs, bytes and saved bytes of a step, counted on fake tensors. No GPU needed.
+
+Every operator that PyTorch dispatches and that is not a mere view counts as one launch, its inputs as read once and its
+outputs as written once. FLOPs are those of convolutions and matrix products (2 per multiply-add). Saved bytes are what
+autograd keeps from the forward for the backward, parameters apart, each storage once.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import edm2
+from bench.baseline import Baseline, BaselineOptimizer
+from edm2.optimizer import EDM2Optimizer
+from edm2.summary import saved_bytes
+
+CLASSES = {
+    "convolution": "convolution convolution_backward",
+    "matrix product": "mm addmm bmm baddbmm addmm_ linear",
+    "attention": "_safe_softmax _softmax _softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_attention_math",
+    "reduction": "linalg_vector_norm sum mean count_nonzero",
+    "copy": "_to_copy copy_ clone cat stack _unsafe_view fill_ zeros zeros_like ones_like new_zeros slice_backward "
+    "select_backward index upsample_nearest2d upsample_nearest2d_backward avg_pool2d avg_pool2d_backward",
+    "optimizer": "_fused_adam_ lerp_ _foreach_lerp_ nan_to_num",
+}
+OP_CLASS = {op: name for name, ops in CLASSES.items() for op in ops.split()}
+NO_LAUNCH = {"detach", "device", "promote_types", "empty", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}
+
+
+@dataclass
+class Entry:
+    """A sum over launches."""
+
+    launches: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+    def add(self, other: "Entry") -> None:
+        self.launches += other.launches
+        self.flops += other.flops
+        self.bytes += other.bytes
+
+
+@dataclass
+class Ledger:
+    """What one evaluation or training step does."""
+
+    candidate: str
+    preset: str
+    batch: int
+    phase: str
+    classes: dict[str, Entry] = field(default_factory=lambda: defaultdict(Entry))
+    saved: int = 0
+
+    @property
+    def total(self) -> Entry:
+        total = Entry()
+        for entry in self.classes.values():
+            total.add(entry)
+        return total
+
+    def floor(self, tflops: float, tbps: float) -> float:
+        """Seconds that the machine needs at least: per class, the larger of arithmetic and traffic."""
+        return sum(max(e.flops / (tflops * 1e12), e.bytes / (tbps * 1e12)) for e in self.classes.values())
+
+    def to_json(self) -> dict:
+        facts = {name: getattr(self, name) for name in ("candidate", "preset", "batch", "phase", "saved")}
+        return {**facts, "classes": {k: asdict(v) for k, v in self.classes.items()}, "total": asdict(self.total)}
+
+
+class Recorder(TorchDispatchMode):
+    """Adds every dispatched operator to a ledger."""
+
+    def __init__(self, classes: dict[str, Entry]):
+        super().__init__()
+        self.classes = classes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if func.namespace == "prim" or func.is_view or name in NO_LAUNCH or _is_empty(out):
+            return out
+        count = flop_registry.get(func.overloadpacket)
+        flops = count(*args, **kwargs, out_val=out) if count else 0
+        entry = Entry(1, flops, sum(_bytes(x) for x in (args, kwargs, out)))
+        self.classes[OP_CLASS.get(name, "pointwise")].add(entry)
+        return out
+
+
+def _bytes(tree) -> int:
+    """Size of the elements of all tensors in a nested structure; an expanded tensor counts what it stores."""
+    return sum(_stored(x) for x in tree_leaves(tree) if isinstance(x, Tensor))
+
+
+def _stored(x: Tensor) -> int:
+    return math.prod(n for n, stride in zip(x.shape, x.stride()) if stride) * x.element_size()
+
+
+def _is_empty(out) -> bool:
+    tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+    return bool(tensors) and all(x.numel() == 0 for x in tensors)
+
+
+CANDIDATES: dict[str, tuple[Callable[[edm2.Precond], nn.Module], type]] = {
+    "eager": (Baseline, BaselineOptimizer),
+    "eager, channels-last": (lambda net: Baseline(net, fast=True), BaselineOptimizer),
+    "this project": (lambda net: net, EDM2Optimizer),
+}
+
+
+def count(candidate: str, preset: str, batch: int, phase: str) -> Ledger:
+    """The ledger of one evaluation (`phase="eval"`) or training step (`"train"`) in fp16."""
+    wrap, optimizer_type = CANDIDATES[candidate]
+    ledger = Ledger(candidate, preset, batch, phase)
+    with fake_network(preset) as net:
+        model = wrap(net)
+        inputs = inputs_for(net, batch)
+        if phase == "eval":
+            with torch.no_grad(), Recorder(ledger.classes):
+                model.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
+            return ledger
+        optimizer = optimizer_type(net)
+        model.train()
+        with Recorder(ledger.classes):
+            with saved_bytes(net) as saved:
+                loss = edm2.denoising_loss(model, **inputs).sum()
+            loss.backward()
+            optimizer.step(0.01, 2 * batch, batch)
+        ledger.saved = saved()
+    return ledger
+
+
+@contextmanager
+def fake_network(preset: str) -> Iterator[edm2.Precond]:
+    """A network of a preset with its data's size, fp16, without memory."""
+    size = (8, 1, 10) if preset == "digits" else (64, 3 if "img64" in preset else 4, 1000)
+    with FakeTensorMode():
+        yield edm2.build(preset, *size, dtype=torch.float16)
+
+
+def inputs_for(net: edm2.Precond, batch: int) -> dict[str, Tensor]:
+    """Arguments of `denoising_loss`."""
+    images = torch.zeros(batch, net.img_channels, net.img_resolution, net.img_resolution)
+    labels = torch.zeros(batch, net.label_dim) if net.label_dim else None
+    return {"images": images, "sigma": torch.ones(batch), "noise": images, "labels": labels}
+
+
+def table(ledger: Ledger, tflops: float, tbps: float) -> str:
+    """The ledger as text, largest traffic first."""
+    rows = sorted(ledger.classes.items(), key=lambda item: -item[1].bytes)
+    lines = [f"{ledger.candidate}, {ledger.preset}, batch {ledger.batch}, {ledger.phase}"]
+    lines.append(f"{'':16}{'launches':>10}{'TFLOP':>10}{'GB':>10}")
+    for name, e in [*rows, ("total", ledger.total)]:
+        lines.append(f"{name:16}{e.launches:>10,}{e.flops / 1e12:>10.2f}{e.bytes / 1e9:>10.1f}")
+    floor = ledger.floor(tflops, tbps) * 1e3
+    lines.append(f"floor at {tflops:.0f} TFLOP/s and {tbps} TB/s: {floor:.1f} ms")
+    if ledger.saved:
+        lines.append(f"saved for the backward: {ledger.saved / ledger.batch / 1e6:.1f} MB per image")
+    return "\n".join(lines)

@@ -1,0 +1,29 @@
+"""Process-wide settings of PyTorch and the C library."""
+
+import ctypes
+from contextlib import suppress
+
+import torch
+
+
+def full_precision(benchmark: bool = True) -> None:
+    """Full fp32 products and full-precision sums of fp16 ones, as in the paper (appendix D.2).
+
+    `benchmark`: may cuDNN measure which algorithm is quickest?
+    """
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep the memory that a step frees instead of returning it to the system and faulting it in again.
+
+    8,000 page faults fewer per step of the digits preset on two cores.
+    """
+    with suppress(OSError, AttributeError, TypeError):  # where the C library is another
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: up to this size from the heap, its maximum
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: shrink the heap only beyond this
