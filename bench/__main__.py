@@ -1,12 +1,23 @@
 """`python -m bench`: measure, or count where there is no GPU."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 import click
 
+from bench import cases
+from bench.cases import Case
 from bench.ledger import CANDIDATES, count, table
-from edm2.cli.common import Group, ImageCount
+from bench.machine import slug
+from bench.report import update_readme
+from bench.runner import line, run_cases
+from edm2.cli.common import Float, Group, ImageCount
 from edm2.presets import get_preset
+
+RESULTS = Path(__file__).parent / "results"
 
 
 @click.group(cls=Group)
@@ -14,13 +25,91 @@ def main() -> None:
     """How fast is this, against what, and how far from the hardware's limit?"""
 
 
+def measuring(command):
+    """Options of the commands that measure."""
+    for option in (
+        click.option("--dry-run", is_flag=True, help="Rehearse on small cases that run anywhere; writes to out/rehearsal."),
+        click.option("--only", metavar="TEXT", default="", help="Only cases whose name contains this."),
+        click.option("--budget", metavar="SECONDS", type=Float(above=0), default=540, show_default=True, help="Stop starting cases after."),
+    ):
+        command = option(command)
+    return main.command()(command)
+
+
+def measure(selected: Iterable[Case], budget: float, only: str, dry_run: bool) -> list[dict]:
+    """Run the cases, or their rehearsal, in the order given."""
+    ceilings = [case for case in cases.gpu_cases() if case.name in ("kernels/copy", "kernels/gemm/square")]
+    selected = list(selected)
+    if dry_run:
+        groups = {case.group for case in selected}
+        selected, ceilings = [case for case in cases.rehearsal_cases() if case.group in groups], []
+    names = {case.name for case in ceilings}
+    chosen = [case for case in selected if only in case.name and case.name not in names]
+    outdir = Path("out/rehearsal") if dry_run else RESULTS / slug()
+    return run_cases([*ceilings, *chosen], outdir, budget, runs=3 if dry_run else 20)
+
+
+@measuring
+def kernels(budget: float, only: str, dry_run: bool) -> None:
+    """Convolutions, products and attention of EDM2-S, by the libraries."""
+    measure(cases.library_cases(), budget, only, dry_run)
+
+
+@measuring
+def block(budget: float, only: str, dry_run: bool) -> None:
+    """One encoder block at each level of EDM2-S, forward and backward."""
+    measure((cases.block_case("edm2-img512-s", 256, level) for level in range(4)), budget, only, dry_run)
+
+
+PRESETS = [f"edm2-img512-{size}" for size in ("s", "xs", "m", "l", "xl", "xxl", "xxs")]
+
+
+@measuring
+def train(budget: float, only: str, dry_run: bool) -> None:
+    """Training steps: images per second, MFU, peak memory. The digits on a CPU, too."""
+    selected = [cases.train_case("digits", 128, needs_gpu=False)]
+    selected += [cases.train_case(preset, batch) for preset in PRESETS for batch in (256, 64, 32)]
+    measure(selected, budget, only, dry_run)
+
+
+@measuring
+def sample(budget: float, only: str, dry_run: bool) -> None:
+    """Evaluations of the network: milliseconds and images per second."""
+    selected = [cases.sample_case("digits", 100, needs_gpu=False)]
+    selected += [cases.sample_case(preset, batch) for preset in PRESETS for batch in (1, 8, 64)]
+    measure(selected, budget, only, dry_run)
+
+
+@measuring
+def optimizer(budget: float, only: str, dry_run: bool) -> None:
+    """The optimizer's step alone."""
+    selected = [cases.optimizer_case("digits", needs_gpu=False), *map(cases.optimizer_case, PRESETS)]
+    measure(selected, budget, only, dry_run)
+
+
+@measuring
+def gpu(budget: float, only: str, dry_run: bool) -> None:
+    """All that a GPU should tell in a few minutes, the most important first: tests, baselines, this project."""
+    tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"], capture_output=True, text=True)
+    click.echo(f"pytest -m gpu: {(tests.stdout.strip().splitlines() or ['pytest is not installed'])[-1]}")
+    results = measure(cases.gpu_cases(), budget, only, dry_run)
+    training = [r for r in results if r["group"] == "train"]
+    click.echo("\n" + "\n".join(map(line, [*training[:1], *(r for r in results if r not in training[:1])])))
+
+
+@main.command()
+def report() -> None:
+    """Write the tables in the README from bench/results."""
+    update_readme(Path("README.md"), RESULTS)
+
+
 @main.command()
 @click.option("--preset", default="edm2-img512-s", show_default=True, help="Network to count.")
 @click.option("--batch", type=ImageCount(), default=256, show_default=True, help="Images in a step.")
 @click.option("--phase", type=click.Choice(["eval", "train"]), multiple=True, help="Evaluation, training step.  [default: both]")
 @click.option("--candidate", type=click.Choice(list(CANDIDATES)), multiple=True, help="What to count.  [default: all]")
-@click.option("--tflops", type=click.FloatRange(0, min_open=True), default=790, show_default=True, help="Arithmetic ceiling, TFLOP/s.")
-@click.option("--tbps", type=click.FloatRange(0, min_open=True), default=4.3, show_default=True, help="Memory ceiling, TB/s.")
+@click.option("--tflops", type=Float(above=0), default=790, show_default=True, help="Arithmetic ceiling, TFLOP/s.")
+@click.option("--tbps", type=Float(above=0), default=4.3, show_default=True, help="Memory ceiling, TB/s.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def ledger(
     preset: str, batch: int, phase: tuple[str, ...], candidate: tuple[str, ...], tflops: float, tbps: float, as_json: bool
@@ -30,8 +119,8 @@ def ledger(
     The default ceilings are those measured on an NVIDIA H200: the largest cuBLAS product and a copy.
     """
     get_preset(preset)
-    cases = [(c, p) for c in candidate or CANDIDATES for p in phase or ("eval", "train")]
-    ledgers = [count(c, preset, batch, p) for c, p in cases]
+    wanted = [(c, p) for c in candidate or CANDIDATES for p in phase or ("eval", "train")]
+    ledgers = [count(c, preset, batch, p) for c, p in wanted]
     if as_json:
         click.echo(json.dumps([entry.to_json() for entry in ledgers], indent=1))
     else:

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 import edm2
 from bench.baseline import Baseline, BaselineOptimizer
+from bench.cases import data_size
 from edm2.optimizer import EDM2Optimizer
 from edm2.summary import saved_bytes
 
@@ -31,7 +32,7 @@ CLASSES = {
     "reduction": "linalg_vector_norm sum mean count_nonzero",
     "copy": "_to_copy copy_ clone cat stack _unsafe_view fill_ zeros zeros_like ones_like new_zeros slice_backward "
     "select_backward index upsample_nearest2d upsample_nearest2d_backward avg_pool2d avg_pool2d_backward",
-    "optimizer": "_fused_adam_ lerp_ _foreach_lerp_ nan_to_num",
+    "optimizer": "_fused_adam_ lerp_ _foreach_lerp_ _foreach_mul_ _foreach_add_ _foreach_div_ nan_to_num",
 }
 OP_CLASS = {op: name for name, ops in CLASSES.items() for op in ops.split()}
 NO_LAUNCH = {"detach", "device", "promote_types", "empty", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}
@@ -144,9 +145,8 @@ def count(candidate: str, preset: str, batch: int, phase: str) -> Ledger:
 @contextmanager
 def fake_network(preset: str) -> Iterator[edm2.Precond]:
     """A network of a preset with its data's size, fp16, without memory."""
-    size = (8, 1, 10) if preset == "digits" else (64, 3 if "img64" in preset else 4, 1000)
     with FakeTensorMode():
-        yield edm2.build(preset, *size, dtype=torch.float16)
+        yield edm2.build(preset, *data_size(preset), dtype=torch.float16)
 
 
 def inputs_for(net: edm2.Precond, batch: int) -> dict[str, Tensor]:

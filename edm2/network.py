@@ -5,7 +5,7 @@ Parameter names and shapes are those of the official release. Inside the U-Net, 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels as ops
+from kernels.reference import EPS
 
 
 class MPFourier(nn.Module):
@@ -59,10 +60,12 @@ def force_weight_norm_(net: nn.Module) -> None:
 
 
 @torch.no_grad()
-def normalize_rows_(weights: Iterable[Tensor]) -> None:
-    """Normalise each row of each weight `[out, …]` in place."""
-    for weight in weights:
-        weight.copy_(ops.normalize(weight, dim=range(1, weight.ndim)))
+def normalize_rows_(weights: Sequence[Tensor]) -> None:
+    """Normalise each row of each weight `[out, …]` in place, all weights in few launches."""
+    scales = [torch.linalg.vector_norm(w, dim=tuple(range(1, w.ndim)), keepdim=True) for w in weights]
+    torch._foreach_mul_(scales, [1 / math.sqrt(w[0].numel()) for w in weights])
+    torch._foreach_add_(scales, EPS)
+    torch._foreach_div_(weights, scales)
 
 
 def normalized_weights(net: nn.Module) -> list[nn.Parameter]:

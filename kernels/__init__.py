@@ -22,7 +22,6 @@ from kernels.eager import (
     pixel_norm_silu,
     resample,
 )
-
 __all__ = [
     "cat_silu",
     "conv",

@@ -1,0 +1,57 @@
+"""Timing one function."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+FLUSH_BYTES = 256 * 2**20  # more than any L2 cache
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: median, 20th and 80th percentile of `runs` runs."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+
+def measure(run: Callable[[], object], device: torch.device, runs: int = 20, seconds: float = 3.0, flush: bool = True) -> Timing:
+    """Time `run` after three warm-up calls, each time with a cold L2 cache if `flush`.
+
+    At most `runs` times, and no longer than about `seconds`, but at least three times.
+    """
+    for _ in range(3):
+        run()
+    timer = _cuda_timer(flush) if device.type == "cuda" else _cpu_timer
+    start, times = time.perf_counter(), []
+    while len(times) < 3 or (len(times) < runs and time.perf_counter() - start < seconds):
+        times.append(timer(run))
+    median, low, high = np.percentile(times, [50, 20, 80]).tolist()
+    return Timing(median, low, high, len(times))
+
+
+def _cpu_timer(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _cuda_timer(flush: bool) -> Callable[[Callable[[], object]], float]:
+    cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if flush else None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timer(run: Callable[[], object]) -> float:
+        if cache is not None:
+            cache.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return timer

@@ -1,0 +1,42 @@
+"""The registry under pytest-benchmark: `pytest bench`, `pytest bench --benchmark-compare`."""
+
+import pytest
+import torch
+
+from bench import cases
+from edm2.backends import full_precision, keep_freed_memory
+
+CPU_CASES = [
+    cases.train_case("digits", 128, needs_gpu=False),
+    cases.sample_case("digits", 100, needs_gpu=False),
+    cases.optimizer_case("digits", needs_gpu=False),
+]
+BY_GROUP = {
+    "train": ("eager", "eager channels-last", "compile", "edm2"),
+    "sample": ("eager", "eager channels-last", "compile", "edm2"),
+    "block": ("eager", "eager channels-last", "compile", "edm2"),
+    "optimizer": ("eager", "edm2"),
+    "kernels": (None,),  # a library's only candidate
+}
+PAIRS = [(case, name) for case in (*CPU_CASES, *cases.gpu_cases()) for name in BY_GROUP[case.group]]
+
+
+@pytest.mark.parametrize(("case", "candidate"), PAIRS, ids=lambda x: getattr(x, "name", x) or "library")
+def test_case(benchmark, case, candidate):
+    if case.needs_gpu and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if candidate == "compile" and not torch.cuda.is_available():
+        pytest.skip("compiling for a CPU is no baseline")
+    full_precision()
+    keep_freed_memory()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    candidates = case.build(device)
+    run = next(iter(candidates.values())) if candidate is None else candidates[candidate]
+
+    def synchronised() -> None:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    benchmark.extra_info.update(case.facts, device=str(device), flops=case.flops, bytes=case.bytes)
+    benchmark.pedantic(synchronised, rounds=20, warmup_rounds=3)
