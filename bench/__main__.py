@@ -16,6 +16,7 @@ from bench.report import update_readme
 from bench.runner import line, run_cases
 from edm2.cli.common import Float, Group, ImageCount
 from edm2.presets import get_preset
+from kernels import coverage
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -125,6 +126,7 @@ def ledger(
         click.echo(json.dumps([entry.to_json() for entry in ledgers], indent=1))
     else:
         click.echo("\n\n".join(table(entry, tflops, tbps) for entry in ledgers))
+        click.echo("\nops: " + ", ".join(f"{op} {backend}" for op, backend in sorted(coverage().items())))
 
 
 if __name__ == "__main__":

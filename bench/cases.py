@@ -4,9 +4,11 @@ A case is named `group/…`. `build(device)` makes its inputs and returns its ca
 Their outputs are compared with the first candidate's, the reference; sizes come from `edm2.PRESETS`.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from statistics import median
 from typing import Any
 
 import torch
@@ -94,6 +96,8 @@ def gpu_cases() -> Iterator[Case]:
         yield sample_case("edm2-img512-s", batch)
     yield block_case("edm2-img512-s", 256)
     yield optimizer_case("edm2-img512-s")
+    for mode in ("reduce-overhead", "max-autotune"):
+        yield compiled_case("edm2-img512-s", 256, mode)
     yield from (case for case in library_cases() if case.name not in ("kernels/copy", "kernels/gemm/square"))
     for preset in ("edm2-img512-xs", "edm2-img512-m", "edm2-img512-l", "edm2-img512-xl", "edm2-img512-xxl"):
         for batch in (64, 32, 16):
@@ -196,15 +200,30 @@ def train_case(preset: str, batch: int, needs_gpu: bool = True) -> Case:
     def build(device: torch.device) -> Candidates:
         inputs = _inputs(preset, batch, device)
         return {
-            "eager": _step(preset, device, inputs, Baseline, BaselineOptimizer),
-            "eager channels-last": _step(preset, device, inputs, lambda net: Baseline(net, fast=True), BaselineOptimizer),
-            compile_name(device): _step(preset, device, inputs, _compiled, BaselineOptimizer),
-            "edm2": _step(preset, device, inputs, lambda net: net, edm2.EDM2Optimizer),
+            "eager": _Step(preset, device, inputs, Baseline, BaselineOptimizer),
+            "eager channels-last": _Step(preset, device, inputs, lambda net: Baseline(net, fast=True), BaselineOptimizer),
+            compile_name(device): _Step(preset, device, inputs, _compiled, BaselineOptimizer),
+            "edm2": _Step(preset, device, inputs, lambda net: net, edm2.EDM2Optimizer),
         }
 
     flops = 6.0 * _macs(preset) * batch
     facts = {"preset": preset, "batch": batch}
     return Case(f"train/{preset}/n{batch}", build, flops, images=batch, facts=facts, needs_gpu=needs_gpu, flush=False)
+
+
+def compiled_case(preset: str, batch: int, mode: str) -> Case:
+    """A training step under a slower-compiling mode of `torch.compile`, a case of its own: minutes of compilation."""
+
+    def build(device: torch.device) -> Candidates:
+        inputs = _inputs(preset, batch, device)
+        return {
+            "eager channels-last": _Step(preset, device, inputs, lambda net: Baseline(net, fast=True), BaselineOptimizer),
+            f"compile {mode}": _Step(preset, device, inputs, lambda net: _compiled(net, mode), BaselineOptimizer),
+        }
+
+    facts = {"preset": preset, "batch": batch, "mode": mode}
+    flops = 6.0 * _macs(preset) * batch
+    return Case(f"train/{preset}/n{batch}/{mode}", build, flops, images=batch, facts=facts, flush=False)
 
 
 def sample_case(preset: str, batch: int, needs_gpu: bool = True) -> Case:
@@ -268,10 +287,10 @@ def _inputs(preset: str, batch: int, device: torch.device) -> dict[str, Tensor]:
     return {"images": images, "sigma": sigma, "noise": noise, "labels": labels}
 
 
-def _compiled(net: edm2.Precond) -> torch.nn.Module:
-    """`torch.compile` in its default mode."""
+def _compiled(net: edm2.Precond, mode: str | None = None) -> torch.nn.Module:
+    """`torch.compile` of the baseline in its best layout."""
     device = next(net.parameters()).device
-    return torch.compile(Baseline(net, fast=True), fullgraph=True, backend=backend(device))
+    return torch.compile(Baseline(net, fast=True), fullgraph=True, backend=backend(device), mode=mode)
 
 
 def backend(device: torch.device) -> str:
@@ -284,19 +303,46 @@ def compile_name(device: torch.device) -> str:
     return "compile" if device.type == "cuda" else "traced, not compiled"
 
 
-def _step(preset: str, device: torch.device, inputs: dict[str, Tensor], wrap: Callable, optimizer_type: type):
-    """A training step; returns the loss per image, fp32."""
-    state: list = []  # built at the first call, so that candidates do not share the memory
+class _Step:
+    """A training step; returns the loss per image. `parts` times its phases."""
 
-    def step() -> Tensor:
-        if not state:
-            net = _network(preset, device).train()
-            state.extend((wrap(net), optimizer_type(net)))
-        model, optimizer = state
-        optimizer.zero_grad()
-        loss = edm2.denoising_loss(model, **inputs)
-        (loss.sum() / len(loss)).backward()
-        optimizer.step(1e-4, 2**20, len(loss))
+    def __init__(self, preset: str, device: torch.device, inputs: dict[str, Tensor], wrap: Callable, optimizer_type: type):
+        self.device, self.inputs = device, inputs
+        self._make = lambda net: (wrap(net), optimizer_type(net))
+        self._preset, self._state = preset, None
+
+    def __call__(self) -> Tensor:
+        loss = self.forward()
+        self.backward(loss)
+        self.step()
         return loss.detach().mean(dim=(1, 2, 3))
 
-    return step
+    def forward(self) -> Tensor:
+        if self._state is None:  # built at the first call, so that candidates do not share the memory
+            self._state = self._make(_network(self._preset, self.device).train())
+        model, optimizer = self._state
+        optimizer.zero_grad()
+        return edm2.denoising_loss(model, **self.inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        (loss.sum() / len(loss)).backward()
+
+    def step(self) -> None:
+        self._state[1].step(1e-4, 2**20, len(self.inputs["images"]))
+
+    def parts(self, runs: int = 5) -> dict[str, float]:
+        """Median seconds of each phase, the device waited for in between."""
+        times: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
+
+        def timed(name: str, run: Callable, *args: Any) -> Any:
+            start = time.perf_counter()
+            result = run(*args)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+            return result
+
+        for _ in range(runs):
+            timed("backward", self.backward, timed("forward", self.forward))
+            timed("optimizer", self.step)
+        return {name: median(values) for name, values in times.items()}

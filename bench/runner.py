@@ -79,7 +79,8 @@ def _run_candidate(case: Case, run, device: torch.device, reference: Tensor | No
         return facts | {"failure": f"error {error:.2e} above {case.tolerance}"}, output
     timing = measure(run, device, runs, flush=case.flush)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    return facts | asdict(timing) | {"peak_memory": peak}, output
+    parts = {"parts": run.parts()} if hasattr(run, "parts") else {}
+    return facts | asdict(timing) | parts | {"peak_memory": peak}, output
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

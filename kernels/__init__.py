@@ -23,6 +23,7 @@ from kernels.eager import (
     resample,
 )
 __all__ = [
+    "coverage",
     "cat_silu",
     "conv",
     "conv_cat_sum",
@@ -39,3 +40,8 @@ __all__ = [
     "pixel_norm_silu",
     "resample",
 ]
+
+
+def coverage() -> dict[str, str]:
+    """Which implementation serves each op: "eager" (derivatives by hand) or "reference" (plain autograd)."""
+    return {name: globals()[name].__module__.removeprefix("kernels.") for name in __all__ if name != "coverage"}

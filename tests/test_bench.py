@@ -110,6 +110,8 @@ class TestRunner:
         assert {case["group"] for case in stored} == {"kernels", "block", "train", "sample", "optimizer"}
         failures = {f"{case['case']} {name}": f["failure"] for case in stored for name, f in case["candidates"].items() if "failure" in f}
         assert not failures
+        parts = next(case for case in stored if case["group"] == "train")["candidates"]["edm2"]["parts"]
+        assert parts.keys() == {"forward", "backward", "optimizer"} and min(parts.values()) > 0
 
     def test_convolutions_of_the_published_network(self):
         """92.94 G of 100.8 G multiply-adds are 3×3 convolutions."""
@@ -150,7 +152,7 @@ class TestLedger:
         assert [x["candidate"] for x in ledgers] == ["eager", "eager, channels-last", "this project"]
         assert all(x["total"]["flops"] == sum(c["flops"] for c in x["classes"].values()) for x in ledgers)
         text = CliRunner().invoke(main, ["ledger", "--preset=digits", "--batch=128", "--candidate=eager"]).output
-        assert text.count("total") == 2 and "MB per image" in text
+        assert text.count("total") == 2 and "MB per image" in text and "cosine_attention eager" in text
 
     def test_unknown_preset(self):
         result = CliRunner().invoke(main, ["ledger", "--preset=digit"])

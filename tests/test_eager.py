@@ -95,9 +95,10 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
 def test_the_package_exports_the_eager_ops():
-    assert set(kernels.__all__) == set(eager.__all__)
+    assert set(kernels.coverage()) == set(kernels.__all__) - {"coverage"} == set(eager.__all__)
     assert {case.op for case in CASES.values()} == set(eager.__all__)
-    assert all(getattr(kernels, name) is getattr(eager, name) for name in kernels.__all__)
+    assert all(getattr(kernels, name) is getattr(eager, name) for name in eager.__all__)
+    assert kernels.coverage()["conv_silu"] in ("eager", "reference") and kernels.coverage()["mp_silu"] == "eager"
 
 
 @every_case
