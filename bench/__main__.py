@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from bench import cases
-from bench.cases import Case
+from bench.case import Case
 from bench.ledger import CANDIDATES, count, table
 from bench.machine import slug
 from bench.report import update_readme
@@ -53,39 +53,31 @@ def measure(selected: Iterable[Case], budget: float, only: str, dry_run: bool) -
 @measuring
 def kernels(budget: float, only: str, dry_run: bool) -> None:
     """Convolutions, products and attention of EDM2-S, by the libraries."""
-    measure(cases.library_cases(), budget, only, dry_run)
+    measure(cases.group_cases("kernels"), budget, only, dry_run)
 
 
 @measuring
 def block(budget: float, only: str, dry_run: bool) -> None:
     """One encoder block at each level of EDM2-S, forward and backward."""
-    measure((cases.block_case("edm2-img512-s", 256, level) for level in range(4)), budget, only, dry_run)
-
-
-PRESETS = [f"edm2-img512-{size}" for size in ("s", "xs", "m", "l", "xl", "xxl", "xxs")]
+    measure(cases.group_cases("block"), budget, only, dry_run)
 
 
 @measuring
 def train(budget: float, only: str, dry_run: bool) -> None:
-    """Training steps: images per second, MFU, peak memory. The digits on a CPU, too."""
-    selected = [cases.train_case("digits", 128, needs_gpu=False)]
-    selected += [cases.train_case(preset, batch) for preset in PRESETS for batch in (256, 64, 32)]
-    measure(selected, budget, only, dry_run)
+    """Training steps: images per second, MFU, phases, peak memory."""
+    measure(cases.group_cases("train"), budget, only, dry_run)
 
 
 @measuring
 def sample(budget: float, only: str, dry_run: bool) -> None:
     """Evaluations of the network: milliseconds and images per second."""
-    selected = [cases.sample_case("digits", 100, needs_gpu=False)]
-    selected += [cases.sample_case(preset, batch) for preset in PRESETS for batch in (1, 8, 64)]
-    measure(selected, budget, only, dry_run)
+    measure(cases.group_cases("sample"), budget, only, dry_run)
 
 
 @measuring
 def optimizer(budget: float, only: str, dry_run: bool) -> None:
     """The optimizer's step alone."""
-    selected = [cases.optimizer_case("digits", needs_gpu=False), *map(cases.optimizer_case, PRESETS)]
-    measure(selected, budget, only, dry_run)
+    measure(cases.group_cases("optimizer"), budget, only, dry_run)
 
 
 @measuring

@@ -1,77 +1,34 @@
-"""The registry of what is measured: inputs, candidates, arithmetic and traffic of each case.
+"""The registry of what is measured, under both `python -m bench` and `pytest bench`.
 
 A case is named `group/…`. `build(device)` makes its inputs and returns its candidates, functions without arguments.
 Their outputs are compared with the first candidate's, the reference; sizes come from `edm2.PRESETS`.
 """
 
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from statistics import median
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from bench.case import Case
+from bench.library import attention_case, conv_cases, copy_case, gemm_case, library_cases
+from bench.models import block_case, compiled_case, optimizer_case, sample_case, train_case
 
-import edm2
-from bench.baseline import Baseline, BaselineOptimizer
-from edm2.network import MPConv
-from edm2.summary import multiply_adds
-
-Candidates = dict[str, Callable[[], Any]]
+PRESETS = [f"edm2-img512-{size}" for size in ("s", "xs", "m", "l", "xl", "xxl", "xxs")]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One thing to measure. FLOPs (2 per multiply-add) and bytes (each input and output once) are of one run."""
-
-    name: str
-    build: Callable[[torch.device], Candidates]
-    flops: float = 0.0
-    bytes: float = 0.0
-    images: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
-    tolerance: float = 2e-2  # relative 2-norm against the reference, fp16
-    needs_gpu: bool = True
-    flush: bool = True
-
-    @property
-    def group(self) -> str:
-        return self.name.split("/")[0]
-
-
-def data_size(preset: str) -> tuple[int, int, int]:
-    """Resolution, channels and classes of the data that a preset is meant for."""
-    return (8, 1, 10) if preset == "digits" else (64, 3 if "img64" in preset else 4, 1000)
-
-
-@lru_cache
-def conv_shapes(preset: str) -> dict[tuple[int, int, int, int], int]:
-    """(resolution, in, out, kernel) of every convolution of a preset → how often it occurs."""
-    resolution, *rest = data_size(preset)
-    with torch.device("meta"):
-        net = edm2.build(preset, resolution, *rest)
-    shapes: dict[tuple[int, int, int, int], int] = {}
-    for name, module in net.named_modules():
-        if isinstance(module, MPConv) and module.weight.ndim == 4:
-            at = int(name.split(".")[2].split("x")[0]) if ".enc." in name or ".dec." in name else resolution
-            key = (at, module.weight.shape[1], module.weight.shape[0], module.weight.shape[2])
-            shapes[key] = shapes.get(key, 0) + 1
-    return shapes
-
-
-def library_cases(preset: str = "edm2-img512-s", batches: tuple[int, ...] = (256, 8)) -> Iterator[Case]:
-    """What the libraries reach at this network's shapes: the numbers that decide the design of the kernels."""
-    yield copy_case()
-    yield gemm_case(8192, 8192, 8192, "square")
-    for batch in batches:
-        for (res, cin, cout, k), count in sorted(conv_shapes(preset).items(), reverse=True):
-            if min(cin, cout) >= 8:
-                yield from conv_cases(batch, res, cin, cout, k, count)
-        for tokens, heads in ((256, 9), (64, 12)):
-            yield attention_case(batch, tokens, heads)
+def group_cases(group: str) -> Iterator[Case]:
+    """The cases of one sub-command, for EDM2-S first; the digits where a CPU can do them."""
+    if group == "kernels":
+        yield from library_cases()
+    elif group == "block":
+        yield from (block_case("edm2-img512-s", 256, level) for level in range(4))
+    elif group == "train":
+        yield train_case("digits", 128, needs_gpu=False)
+        yield from (train_case(preset, batch) for preset in PRESETS for batch in (256, 64, 32))
+    elif group == "sample":
+        yield sample_case("digits", 100, needs_gpu=False)
+        yield from (sample_case(preset, batch) for preset in PRESETS for batch in (1, 8, 64))
+    elif group == "optimizer":
+        yield optimizer_case("digits", needs_gpu=False)
+        yield from map(optimizer_case, PRESETS)
 
 
 def rehearsal_cases() -> Iterator[Case]:
@@ -102,247 +59,3 @@ def gpu_cases() -> Iterator[Case]:
     for preset in ("edm2-img512-xs", "edm2-img512-m", "edm2-img512-l", "edm2-img512-xl", "edm2-img512-xxl"):
         for batch in (64, 32, 16):
             yield train_case(preset, batch)
-
-
-def copy_case(elements: int = 2**29, needs_gpu: bool = True) -> Case:
-    def build(device: torch.device) -> Candidates:
-        x = torch.randn(elements, dtype=torch.float16, device=device)
-        y = torch.empty_like(x)
-        return {"copy": lambda: y.copy_(x)}
-
-    return Case("kernels/copy", build, bytes=4 * elements, tolerance=0.0, needs_gpu=needs_gpu)
-
-
-def gemm_case(m: int, n: int, k: int, label: str, needs_gpu: bool = True) -> Case:
-    def build(device: torch.device) -> Candidates:
-        a, b = (torch.randn(*shape, dtype=torch.float16, device=device) for shape in ((m, k), (n, k)))
-        return {"cuBLAS": lambda: a @ b.T}
-
-    facts = {"m": m, "n": n, "k": k}
-    traffic = 2.0 * (m * k + n * k + m * n)
-    return Case(f"kernels/gemm/{label}", build, 2.0 * m * n * k, traffic, facts=facts, needs_gpu=needs_gpu)
-
-
-def conv_cases(n: int, res: int, cin: int, cout: int, k: int, count: int) -> Iterator[Case]:
-    """Forward, input gradient and weight gradient by cuDNN in channels-last, and cuBLAS at the same size."""
-    flops, facts = 2.0 * n * res**2 * cin * cout * k**2, dict(n=n, res=res, cin=cin, cout=cout, k=k, count=count)
-    traffic = 2.0 * (n * res**2 * (cin + cout) + cin * cout * k**2)
-
-    def build(device: torch.device, which: str) -> Candidates:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float16, device=device).to(memory_format=torch.channels_last)
-
-        x, g, w = randn(n, cin, res, res), randn(n, cout, res, res), randn(cout, cin, k, k) / (cin * k * k) ** 0.5
-        pad, masks = [k // 2] * 2, {"dgrad": [True, False, False], "wgrad": [False, True, False]}
-        if which == "forward":
-            return {"cuDNN": lambda: F.conv2d(x, w, padding=k // 2)}
-        backward = torch.ops.aten.convolution_backward
-        return {"cuDNN": lambda: backward(g, x, w, None, [1, 1], pad, [1, 1], False, [0, 0], 1, masks[which])}
-
-    for which in ("forward", "dgrad", "wgrad"):
-        name = f"kernels/conv{k}x{k}/{which}/n{n}-{res}x{res}-{cin}-{cout}"
-        yield Case(name, lambda device, which=which: build(device, which), flops, traffic, n, facts)
-    yield gemm_case(n * res**2, cout, cin * k**2, f"as-conv{k}x{k}/n{n}-{res}x{res}-{cin}-{cout}")
-
-
-def attention_case(n: int, tokens: int, heads: int, width: int = 64) -> Case:
-    def build(device: torch.device) -> Candidates:
-        q, k, v = torch.randn(3, n, heads, tokens, width, dtype=torch.float16, device=device)
-        return {"SDPA": lambda: F.scaled_dot_product_attention(q, k, v)}
-
-    facts = dict(n=n, tokens=tokens, heads=heads, width=width)
-    traffic = 8.0 * n * heads * tokens * width
-    return Case(f"kernels/attention/n{n}-{tokens}x{heads}", build, 4.0 * n * heads * tokens**2 * width, traffic, n, facts)
-
-
-def block_case(preset: str, batch: int, level: int = 0, needs_gpu: bool = True) -> Case:
-    """Forward and backward of one encoder block (the last of its level) on given activations."""
-    resolution = data_size(preset)[0] >> level
-
-    def build(device: torch.device) -> Candidates:
-        dtype = torch.float16 if device.type == "cuda" else torch.float32
-        net = _network(preset, device).train()
-        block = [b for name, b in net.unet.enc.items() if name.startswith(f"{resolution}x{resolution}_block")][-1]
-        channels, emb_channels = block.conv_res1.weight.shape[0], block.emb_linear.weight.shape[1]
-        x = torch.randn(batch, channels, resolution, resolution, device=device, dtype=dtype)
-        emb = torch.randn(batch, emb_channels, device=device)
-
-        def run(forward: Callable, x: Tensor, back: Callable) -> Callable[[], Tensor]:
-            x = x.requires_grad_()
-
-            def step() -> Tensor:
-                net.zero_grad()
-                x.grad = None
-                y = forward(x, emb)
-                y.backward(torch.ones_like(y))
-                return back(x.grad)
-
-            return step
-
-        plain, fast = Baseline(net), Baseline(net, fast=True)
-        compiled = torch.compile(lambda x, emb: fast.block(block, x, emb), fullgraph=True, backend=backend(device))
-        last = x.contiguous(memory_format=torch.channels_last)
-        nhwc = x.permute(0, 2, 3, 1).contiguous()
-        return {
-            "eager": run(lambda x, emb: plain.block(block, x, emb), x.clone(), lambda g: g),
-            "eager channels-last": run(lambda x, emb: fast.block(block, x, emb), last.clone(), lambda g: g),
-            compile_name(device): run(compiled, last.clone(), lambda g: g),
-            "edm2": run(block, nhwc, lambda g: g.permute(0, 3, 1, 2)),
-        }
-
-    facts = {"preset": preset, "batch": batch, "resolution": resolution}
-    return Case(f"block/{preset}/{resolution}x{resolution}/n{batch}", build, images=batch, facts=facts, needs_gpu=needs_gpu)
-
-
-def train_case(preset: str, batch: int, needs_gpu: bool = True) -> Case:
-    """Forward, loss, backward and optimizer of a training step; the reference is the published form."""
-
-    def build(device: torch.device) -> Candidates:
-        inputs = _inputs(preset, batch, device)
-        return {
-            "eager": _Step(preset, device, inputs, Baseline, BaselineOptimizer),
-            "eager channels-last": _Step(preset, device, inputs, lambda net: Baseline(net, fast=True), BaselineOptimizer),
-            compile_name(device): _Step(preset, device, inputs, _compiled, BaselineOptimizer),
-            "edm2": _Step(preset, device, inputs, lambda net: net, edm2.EDM2Optimizer),
-        }
-
-    flops = 6.0 * _macs(preset) * batch
-    facts = {"preset": preset, "batch": batch}
-    return Case(f"train/{preset}/n{batch}", build, flops, images=batch, facts=facts, needs_gpu=needs_gpu, flush=False)
-
-
-def compiled_case(preset: str, batch: int, mode: str) -> Case:
-    """A training step under a slower-compiling mode of `torch.compile`, a case of its own: minutes of compilation."""
-
-    def build(device: torch.device) -> Candidates:
-        inputs = _inputs(preset, batch, device)
-        return {
-            "eager channels-last": _Step(preset, device, inputs, lambda net: Baseline(net, fast=True), BaselineOptimizer),
-            f"compile {mode}": _Step(preset, device, inputs, lambda net: _compiled(net, mode), BaselineOptimizer),
-        }
-
-    facts = {"preset": preset, "batch": batch, "mode": mode}
-    flops = 6.0 * _macs(preset) * batch
-    return Case(f"train/{preset}/n{batch}/{mode}", build, flops, images=batch, facts=facts, flush=False)
-
-
-def sample_case(preset: str, batch: int, needs_gpu: bool = True) -> Case:
-    """One evaluation of the network, as a sampler makes it."""
-
-    def build(device: torch.device) -> Candidates:
-        net, inputs = _network(preset, device).eval().requires_grad_(False), _inputs(preset, batch, device)
-        models = {"eager": Baseline(net), "eager channels-last": Baseline(net, fast=True), "edm2": net}
-        models[compile_name(device)] = _compiled(net)
-        arguments = inputs["images"], inputs["sigma"], inputs["labels"]
-        return {name: torch.no_grad()(lambda model=model: model(*arguments)) for name, model in models.items()}
-
-    flops = 2.0 * _macs(preset) * batch
-    facts = {"preset": preset, "batch": batch}
-    return Case(f"sample/{preset}/n{batch}", build, flops, images=batch, facts=facts, needs_gpu=needs_gpu, flush=False)
-
-
-def optimizer_case(preset: str, needs_gpu: bool = True) -> Case:
-    """The optimizer alone: 46 bytes per parameter is the least a step can move."""
-
-    def build(device: torch.device) -> Candidates:
-        def stepper(optimizer_type: type) -> Callable[[], Any]:
-            net = _network(preset, device)
-            optimizer = optimizer_type(net)
-            generator = torch.Generator(device).manual_seed(0)
-            for p in net.parameters():
-                p.grad = torch.randn(p.shape, generator=generator, device=device)
-            return lambda: optimizer.step(0.01, 2**20, 2048)
-
-        return {"eager": stepper(BaselineOptimizer), "edm2": stepper(edm2.EDM2Optimizer)}
-
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in edm2.build(preset, *data_size(preset)).parameters())
-    facts = {"preset": preset, "parameters": parameters}
-    return Case(f"optimizer/{preset}", build, bytes=46.0 * parameters, facts=facts, needs_gpu=needs_gpu)
-
-
-@lru_cache
-def _macs(preset: str) -> int:
-    return multiply_adds(lambda: edm2.build(preset, *data_size(preset)))
-
-
-def _network(preset: str, device: torch.device) -> edm2.Precond:
-    """The same weights each time, gains non-zero."""
-    torch.manual_seed(0)
-    with device:
-        net = edm2.build(preset, *data_size(preset))
-    for name, p in net.named_parameters():
-        if name.endswith("gain"):
-            torch.nn.init.constant_(p, 0.5)
-    edm2.force_weight_norm_(net)
-    return net
-
-
-def _inputs(preset: str, batch: int, device: torch.device) -> dict[str, Tensor]:
-    resolution, channels, classes = data_size(preset)
-    generator = torch.Generator(device).manual_seed(0)
-    images, noise = torch.randn(2, batch, channels, resolution, resolution, generator=generator, device=device) / 2
-    sigma = torch.rand(batch, generator=generator, device=device) + 0.1
-    labels = F.one_hot(torch.arange(batch, device=device) % classes, classes).float()
-    return {"images": images, "sigma": sigma, "noise": noise, "labels": labels}
-
-
-def _compiled(net: edm2.Precond, mode: str | None = None) -> torch.nn.Module:
-    """`torch.compile` of the baseline in its best layout."""
-    device = next(net.parameters()).device
-    return torch.compile(Baseline(net, fast=True), fullgraph=True, backend=backend(device), mode=mode)
-
-
-def backend(device: torch.device) -> str:
-    """What compiles: without a GPU only the tracing, so that a rehearsal needs no C++ compiler."""
-    return "inductor" if device.type == "cuda" else "aot_eager"
-
-
-def compile_name(device: torch.device) -> str:
-    """The name of the compiled candidate; on a CPU it is no baseline."""
-    return "compile" if device.type == "cuda" else "traced, not compiled"
-
-
-class _Step:
-    """A training step; returns the loss per image. `parts` times its phases."""
-
-    def __init__(self, preset: str, device: torch.device, inputs: dict[str, Tensor], wrap: Callable, optimizer_type: type):
-        self.device, self.inputs = device, inputs
-        self._make = lambda net: (wrap(net), optimizer_type(net))
-        self._preset, self._state = preset, None
-
-    def __call__(self) -> Tensor:
-        loss = self.forward()
-        self.backward(loss)
-        self.step()
-        return loss.detach().mean(dim=(1, 2, 3))
-
-    def forward(self) -> Tensor:
-        if self._state is None:  # built at the first call, so that candidates do not share the memory
-            self._state = self._make(_network(self._preset, self.device).train())
-        model, optimizer = self._state
-        optimizer.zero_grad()
-        return edm2.denoising_loss(model, **self.inputs)
-
-    def backward(self, loss: Tensor) -> None:
-        (loss.sum() / len(loss)).backward()
-
-    def step(self) -> None:
-        self._state[1].step(1e-4, 2**20, len(self.inputs["images"]))
-
-    def parts(self, runs: int = 5) -> dict[str, float]:
-        """Median seconds of each phase, the device waited for in between."""
-        times: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
-
-        def timed(name: str, run: Callable, *args: Any) -> Any:
-            start = time.perf_counter()
-            result = run(*args)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - start)
-            return result
-
-        for _ in range(runs):
-            timed("backward", self.backward, timed("forward", self.forward))
-            timed("optimizer", self.step)
-        return {name: median(values) for name, values in times.items()}

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 import edm2
 from bench.baseline import Baseline, BaselineOptimizer
-from bench.cases import data_size
+from bench.case import data_size
 from edm2.optimizer import EDM2Optimizer
 from edm2.summary import saved_bytes
 

@@ -12,7 +12,7 @@ import click
 import torch
 from torch import Tensor
 
-from bench.cases import Case
+from bench.case import Case
 from bench.machine import describe, peak_flops
 from bench.measure import measure
 from edm2.backends import full_precision

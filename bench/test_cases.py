@@ -6,11 +6,7 @@ import torch
 from bench import cases
 from edm2.backends import full_precision, keep_freed_memory
 
-CPU_CASES = [
-    cases.train_case("digits", 128, needs_gpu=False),
-    cases.sample_case("digits", 100, needs_gpu=False),
-    cases.optimizer_case("digits", needs_gpu=False),
-]
+CPU_CASES = [next(cases.group_cases(group)) for group in ("train", "sample", "optimizer")]  # the digits
 BY_GROUP = {
     "train": ("eager", "eager channels-last", "compile", "edm2"),
     "sample": ("eager", "eager channels-last", "compile", "edm2"),

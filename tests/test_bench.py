@@ -13,8 +13,9 @@ from click.testing import CliRunner
 import edm2
 from bench.__main__ import main
 from bench.baseline import Baseline, BaselineOptimizer
-from bench.cases import Case, conv_shapes
+from bench.case import Case
 from bench.ledger import Entry, Recorder, count
+from bench.library import conv_shapes
 from bench.report import BEGIN, END, tables
 from bench.runner import run_cases
 from tests.conftest import relative_error, tiny_net

@@ -1,0 +1,33 @@
+"""What a case is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Candidates = dict[str, Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure. FLOPs (2 per multiply-add) and bytes (each input and output once) are of one run."""
+
+    name: str
+    build: Callable[[torch.device], Candidates]
+    flops: float = 0.0
+    bytes: float = 0.0
+    images: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 2e-2  # relative 2-norm against the reference, fp16
+    needs_gpu: bool = True
+    flush: bool = True
+
+    @property
+    def group(self) -> str:
+        return self.name.split("/")[0]
+
+
+def data_size(preset: str) -> tuple[int, int, int]:
+    """Resolution, channels and classes of the data that a preset is meant for."""
+    return (8, 1, 10) if preset == "digits" else (64, 3 if "img64" in preset else 4, 1000)
