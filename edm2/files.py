@@ -7,7 +7,6 @@ from pathlib import Path
 
 from edm2.errors import UserError
 
-
 _UMASK = os.umask(0)
 os.umask(_UMASK)  # it can only be read by setting it
 

@@ -18,7 +18,6 @@ from PIL import Image, UnidentifiedImageError
 from edm2.errors import UserError
 from edm2.files import replacing
 
-
 MAX_CLASSES = 2**20  # a class index beyond is a mistake: one-hot labels would not fit in memory
 
 

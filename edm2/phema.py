@@ -65,13 +65,12 @@ class StoredAverage(NamedTuple):
     tensors: Mapping[str, Tensor]
 
 
-def reconstruct(
-    snapshots: Iterable, out_stds: Sequence[float], out_nimg: int | None = None
-) -> list[dict[str, Tensor]]:
+def reconstruct(snapshots: Iterable, out_stds: Sequence[float], out_nimg: int | None = None) -> list[dict[str, Tensor]]:
     """Averages of any σ_rel from the stored ones: one fp32 dict of tensors for each of `out_stds`.
 
-    `snapshots`: what `edm2.load_snapshot` returns, `StoredAverage`s or plain (nimg, std, tensors). Those after `out_nimg` (default: the last one's time)
-    are left out, and one of them must lie at it. Raises ValueError where they do not fit together.
+    `snapshots`: what `edm2.load_snapshot` returns, `StoredAverage`s or plain (nimg, std, tensors). Those after
+    `out_nimg` (default: the last one's time) are left out, and one of them must lie at it. Raises ValueError where they
+    do not fit together.
     """
     snapshots = [_stored_average(s) for s in snapshots]
     if not snapshots:

@@ -22,6 +22,7 @@ from kernels.eager import (
     pixel_norm_silu,
     resample,
 )
+
 __all__ = [
     "coverage",
     "cat_silu",

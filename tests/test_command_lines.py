@@ -13,7 +13,6 @@ import edm2
 import sample
 import train
 from edm2.cli.main import main as tools
-from edm2.image_files import write_zip
 from edm2.latents import LatentEncoder, RGBEncoder
 from tests.conftest import tiny_net
 

@@ -1,6 +1,5 @@
 """`kernels.eager` against `kernels.reference`: values and every gradient, in every dtype and at the edges."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -274,7 +273,8 @@ def test_no_more_is_saved_than_by_autograd(case):
     sizes = []
     for module in (eager, reference):
         saved = {}
-        with saved_tensors_hooks(lambda x: saved.setdefault(x.untyped_storage().data_ptr(), x), lambda x: x):
+        keep = saved.setdefault
+        with saved_tensors_hooks(lambda x, keep=keep: keep(x.untyped_storage().data_ptr(), x), lambda x: x):
             inputs = case.inputs(torch.float32)
             outputs = case.outputs(module, inputs)  # alive, so that no address is used twice
         sizes.append(sum(x.untyped_storage().nbytes() for x in saved.values()))

@@ -124,8 +124,8 @@ def test_another_runs_folder_is_refused(config):
     edm2.train(replace(config, batch_gpu=8, status=64, workers=1))  # none of these changes the steps
 
 
-def run_steps(config, steps=3, procs=Processes(0, 1, CPU)):
-    trainer = Trainer(config, procs)
+def run_steps(config, steps=3):
+    trainer = Trainer(config, Processes(0, 1, CPU))
     trainer.start()
     for _ in range(steps):
         trainer.step()
