@@ -82,7 +82,8 @@ class TestBadFiles:
     @pytest.mark.parametrize(
         ("change", "value"),
         [("config", {"nonsense": 1}), ("config", {}), ("config", {**tiny_net().config, "channel_mult": []}), ("config", []),
-         ("config", {**tiny_net().config, "channels_per_head": 0}), ("encoder", {"type": "x"}), ("config", {**tiny_net().config, "model_channels": 16})],
+         ("config", {**tiny_net().config, "channels_per_head": 0}), ("encoder", {"type": "x"}),
+         ("config", {**tiny_net().config, "model_channels": 16})],
     )
     def test_contradictory(self, tmp_path, change, value):
         header = {"config": tiny_net().config, "encoder": None, "meta": {}, change: value}
