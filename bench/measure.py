@@ -1,7 +1,7 @@
-"""Timing one function."""
+"""Timing functions."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,19 +20,23 @@ class Timing:
     runs: int
 
 
-def measure(run: Callable[[], object], device: torch.device, runs: int = 20, seconds: float = 3.0, flush: bool = True) -> Timing:
-    """Time `run` after three warm-up calls, each time with a cold L2 cache if `flush`.
+def measure_in_turn(
+    candidates: Sequence[Callable[[], object]], device: torch.device, runs: int = 20, seconds: float = 3.0, flush: bool = True
+) -> list[Timing]:
+    """Time each candidate after three warm-up calls, each time with a cold L2 cache if `flush`.
 
-    At most `runs` times, and no longer than about `seconds`, but at least three times.
+    In turn, A B A B …, so that a machine whose speed drifts treats all alike. At most `runs` times each, and no longer
+    than about `seconds` each, but at least three times.
     """
-    for _ in range(3):
-        run()
+    for run in candidates:
+        for _ in range(3):
+            run()
     timer = _cuda_timer(flush) if device.type == "cuda" else _cpu_timer
-    start, times = time.perf_counter(), []
-    while len(times) < 3 or (len(times) < runs and time.perf_counter() - start < seconds):
-        times.append(timer(run))
-    median, low, high = np.percentile(times, [50, 20, 80]).tolist()
-    return Timing(median, low, high, len(times))
+    start, times = time.perf_counter(), [[] for _ in candidates]
+    while len(times[0]) < 3 or (len(times[0]) < runs and time.perf_counter() - start < seconds * len(candidates)):
+        for run, own in zip(candidates, times):
+            own.append(timer(run))
+    return [Timing(*np.percentile(own, [50, 20, 80]).tolist(), len(own)) for own in times]
 
 
 def _cpu_timer(run: Callable[[], object]) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.case import Case
 from bench.machine import describe, peak_flops
-from bench.measure import measure
+from bench.measure import measure_in_turn
 from edm2.backends import full_precision
 from edm2.files import make_folder, replacing
 
@@ -50,25 +50,32 @@ def run_cases(cases: Iterable[Case], outdir: Path, budget: float, runs: int = 20
 
 
 def run_case(case: Case, device: torch.device, ceilings: dict[str, float], runs: int) -> dict[str, Any]:
-    """Measure every candidate of a case against the first."""
-    result = {"case": case.name, "group": case.group, **case.facts, "flops": case.flops, "bytes": case.bytes, "candidates": {}}
+    """Check every candidate of a case against the first, and time those that are right.
+
+    On a CPU, whose speed drifts, in turn; on a GPU one after the other, so that each has the memory for itself.
+    """
     candidates, reference = case.build(device), None
+    results: dict[str, dict[str, Any]] = {}
     for name in list(candidates):
-        run = candidates.pop(name)  # its memory goes with it
         try:
-            facts, output = _run_candidate(case, run, device, reference, runs)
+            results[name], output = _check(case, candidates[name], device, reference)
             reference = output if reference is None else reference
-            result["candidates"][name] = facts | _shares(case, facts, ceilings)
+            if device.type == "cuda":
+                _time(case, {name: candidates[name]}, results, device, runs)
         except (RuntimeError, torch.OutOfMemoryError) as e:
-            result["candidates"][name] = {"failure": (str(e).splitlines() or [type(e).__name__])[0][:300]}
-        del run
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return result
+            results[name] = {"failure": (str(e).splitlines() or [type(e).__name__])[0][:300]}
+        if device.type == "cuda" or "failure" in results[name]:
+            del candidates[name]
+            _free(device)
+    if candidates:
+        _time(case, candidates, results, device, runs)
+    for facts in results.values():
+        facts |= _shares(case, facts, ceilings)
+    return {"case": case.name, "group": case.group, **case.facts, "flops": case.flops, "bytes": case.bytes, "candidates": results}
 
 
-def _run_candidate(case: Case, run, device: torch.device, reference: Tensor | None, runs: int) -> tuple[dict[str, Any], Any]:
+def _check(case: Case, run, device: torch.device, reference: Tensor | None) -> tuple[dict[str, Any], Tensor | None]:
+    """The error of a candidate's first output, and that output in fp32 on the CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     output = run()
@@ -76,11 +83,24 @@ def _run_candidate(case: Case, run, device: torch.device, reference: Tensor | No
     error = 0.0 if reference is None or output is None else _relative_error(output, reference)
     facts: dict[str, Any] = {"error": error, "tolerance": case.tolerance}
     if not error <= case.tolerance:
-        return facts | {"failure": f"error {error:.2e} above {case.tolerance}"}, output
-    timing = measure(run, device, runs, flush=case.flush)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    parts = {"parts": run.parts()} if hasattr(run, "parts") else {}
-    return facts | asdict(timing) | parts | {"peak_memory": peak}, output
+        facts["failure"] = f"error {error:.2e} above {case.tolerance}"
+    return facts, output
+
+
+def _time(case: Case, candidates: dict[str, Any], results: dict[str, dict[str, Any]], device: torch.device, runs: int) -> None:
+    """Add timings to the results of the candidates that are right."""
+    right = {name: run for name, run in candidates.items() if "failure" not in results[name]}
+    timings = measure_in_turn(list(right.values()), device, runs, flush=case.flush) if right else []
+    for (name, run), timing in zip(right.items(), timings):
+        parts = {"parts": run.parts()} if hasattr(run, "parts") else {}
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        results[name] |= asdict(timing) | parts | {"peak_memory": peak}
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:
