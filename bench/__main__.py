@@ -26,15 +26,28 @@ def main() -> None:
     """How fast is this, against what, and how far from the hardware's limit?"""
 
 
-def measuring(command):
-    """Options of the commands that measure."""
-    for option in (
-        click.option("--dry-run", is_flag=True, help="Rehearse on small cases that run anywhere; writes to out/rehearsal."),
-        click.option("--only", metavar="TEXT", default="", help="Only cases whose name contains this."),
-        click.option("--budget", metavar="SECONDS", type=Float(above=0), default=540, show_default=True, help="Stop starting cases after."),
-    ):
-        command = option(command)
-    return main.command()(command)
+GROUPS = {
+    "kernels": "Convolutions, products and attention of EDM2-S, by the libraries.",
+    "block": "One encoder block at each level of EDM2-S, forward and backward.",
+    "train": "Training steps: images per second, MFU, phases, peak memory.",
+    "sample": "Evaluations of the network: milliseconds and images per second.",
+    "optimizer": "The optimizer's step alone.",
+}
+
+
+def measuring(name: str, help: str):
+    """A sub-command that measures, with the options that all of these share."""
+
+    def register(function):
+        for option in (
+            click.option("--dry-run", is_flag=True, help="Rehearse on small cases that run anywhere; writes to out/rehearsal."),
+            click.option("--only", metavar="TEXT", default="", help="Only cases whose name contains this."),
+            click.option("--budget", type=Float(above=0), default=540, show_default=True, help="Start no case after so many seconds."),
+        ):
+            function = option(function)
+        return main.command(name, help=help)(function)
+
+    return register
 
 
 def measure(selected: Iterable[Case], budget: float, only: str, dry_run: bool) -> list[dict]:
@@ -50,39 +63,15 @@ def measure(selected: Iterable[Case], budget: float, only: str, dry_run: bool) -
     return run_cases([*ceilings, *chosen], outdir, budget, runs=3 if dry_run else 20)
 
 
-@measuring
-def kernels(budget: float, only: str, dry_run: bool) -> None:
-    """Convolutions, products and attention of EDM2-S, by the libraries."""
-    measure(cases.group_cases("kernels"), budget, only, dry_run)
+for group, text in GROUPS.items():
+
+    @measuring(group, text)
+    def run_group(budget: float, only: str, dry_run: bool, group: str = group) -> None:
+        measure(cases.group_cases(group), budget, only, dry_run)
 
 
-@measuring
-def block(budget: float, only: str, dry_run: bool) -> None:
-    """One encoder block at each level of EDM2-S, forward and backward."""
-    measure(cases.group_cases("block"), budget, only, dry_run)
-
-
-@measuring
-def train(budget: float, only: str, dry_run: bool) -> None:
-    """Training steps: images per second, MFU, phases, peak memory."""
-    measure(cases.group_cases("train"), budget, only, dry_run)
-
-
-@measuring
-def sample(budget: float, only: str, dry_run: bool) -> None:
-    """Evaluations of the network: milliseconds and images per second."""
-    measure(cases.group_cases("sample"), budget, only, dry_run)
-
-
-@measuring
-def optimizer(budget: float, only: str, dry_run: bool) -> None:
-    """The optimizer's step alone."""
-    measure(cases.group_cases("optimizer"), budget, only, dry_run)
-
-
-@measuring
+@measuring("gpu", "All that a GPU should tell in a few minutes, the most important first: tests, baselines, this project.")
 def gpu(budget: float, only: str, dry_run: bool) -> None:
-    """All that a GPU should tell in a few minutes, the most important first: tests, baselines, this project."""
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"], capture_output=True, text=True)
     click.echo(f"pytest -m gpu: {(tests.stdout.strip().splitlines() or ['pytest is not installed'])[-1]}")
     results = measure(cases.gpu_cases(), budget, only, dry_run)
