@@ -9,6 +9,7 @@ import torch
 import edm2
 from edm2.cli.dataset import load_digits
 from edm2.image_files import write_zip
+from tests.dataset_files import encode, make, pixels
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -62,6 +63,19 @@ def digits_zip(tmp_path_factory):
     path = tmp_path_factory.mktemp("digits") / "digits.zip"
     write_zip(path, *load_digits())
     return path
+
+
+@pytest.fixture(params=["folder", "file.zip"])
+def path(request, tmp_path):
+    return tmp_path / request.param
+
+
+@pytest.fixture()
+def numbered(tmp_path):
+    """A ZIP of 10 RGB images of 4 x 6 pixels (width 6) with labels i % 3."""
+    names = [f"{i}.png" for i in range(10)]
+    files = {name: encode(pixels(i, 4, 6, 3)) for i, name in enumerate(names)}
+    return make(tmp_path / "numbered.zip", files, [[name, i % 3] for i, name in enumerate(names)])
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,137 @@
+"""`python -m edm2 dataset`."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+import edm2.cli.dataset as cli
+from edm2.data import ImageDataset
+from edm2.image_files import ImageFiles, write_zip
+from tests.dataset_files import PNG, encode, fails, make, pixels
+
+
+def run(*args) -> str:
+    result = CliRunner().invoke(cli.dataset, [str(a) for a in args])
+    if result.exception:
+        raise result.exception
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    path = tmp_path_factory.mktemp("digits") / "digits.zip"
+    run("digits", path)
+    return path
+
+
+def test_digits_are_exact(digits):
+    from sklearn.datasets import load_digits
+
+    dataset = ImageDataset(digits)
+    assert (len(dataset), dataset.image_shape, dataset.dtype, dataset.label_dim) == (1797, (1, 8, 8), np.uint8, 10)
+    data = load_digits()
+    levels = [round(v * 255 / 16) for v in range(17)]
+    np.testing.assert_array_equal(dataset.images(range(1797)), np.array(levels)[data.images.astype(int)][:, None])
+    np.testing.assert_array_equal(dataset.labels(range(1797)), np.eye(10)[data.target])
+
+
+def test_digits_again(digits, tmp_path):
+    first = digits.read_bytes()
+    run("digits", tmp_path / "again.zip")
+    assert (tmp_path / "again.zip").read_bytes() == first
+    stamp = digits.stat().st_mtime_ns
+    assert "left as it is" in run("digits", digits) and digits.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("other", ["text", "dataset", "labels"])
+def test_digits_do_not_overwrite_other_files(digits, numbered, tmp_path, other):
+    path = tmp_path / "out.zip"
+    if other == "labels":
+        images, labels = cli.load_digits()
+        write_zip(path, images, labels[::-1])
+    else:
+        path.write_bytes(b"precious" if other == "text" else numbered.read_bytes())
+    before = path.read_bytes()
+    with fails("out.zip exists; .*--overwrite"):
+        run("digits", path)
+    assert path.read_bytes() == before
+    run("digits", path, "--overwrite")
+    assert path.read_bytes() == digits.read_bytes()
+
+
+def test_digits_without_scikit_learn(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with fails(r"pip install 'edm2-triton\[digits\]'"):
+        run("digits", tmp_path / "x.zip")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "halvings"), [((8, 8), 0), ((8, 30), 0), ((15, 16), 0), ((16, 16), 1), ((70, 64), 3), ((5, 7), 0)]
+)
+def test_center_crop_sizes_and_halvings(monkeypatch, size, halvings):
+    filters = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(Image.Image, "resize", lambda s, size, f: filters.append(f) or resize(s, size, f))
+    image = cli.center_crop(Image.new("RGB", size, (10, 200, 77)), 8)
+    assert filters == [Image.Resampling.BOX] * halvings + [Image.Resampling.BICUBIC]
+    assert image.size == (8, 8)
+    assert (np.asarray(image) == (10, 200, 77)).all()
+
+
+def test_center_crop_takes_the_centre():
+    image = pixels(0, 8, 13)  # the short side fits: nothing but a crop
+    np.testing.assert_array_equal(cli.center_crop(Image.fromarray(image), 8), image[:, 2:10])
+    np.testing.assert_array_equal(cli.center_crop(Image.fromarray(image.T), 8), image.T[2:10])
+    blocks = pixels(1, 8, 8).repeat(4, 0).repeat(4, 1)  # box halving undoes repetition exactly
+    np.testing.assert_array_equal(cli.center_crop(Image.fromarray(blocks), 8), blocks[::4, ::4])
+
+
+def photos(path):
+    sizes = {"n02/b.png": (20, 9, 3), "n01/a.jpg": (8, 8, 3), "n02/a.png": (12, 16)}
+    files = {name: encode(pixels(i, *s), name[-3:].replace("jpg", "jpeg")) for i, (name, s) in enumerate(sizes.items())}
+    return make(path, files)
+
+
+def test_convert_makes_a_dataset(path, tmp_path):
+    out = tmp_path / "out.zip"
+    assert "3 images" in run("convert", photos(path), out, "--resolution", 4, "--labels-from-folders")
+    dataset = ImageDataset(out)
+    assert dataset.image_shape == (3, 4, 4) and dataset.label_dim == 2
+    np.testing.assert_array_equal(dataset.labels(range(3)).argmax(1), [0, 1, 1])
+    source = ImageFiles(path)
+    for i, name in enumerate(source.names):
+        expected = cli.center_crop(source.image(name).convert("RGB"), 4)
+        np.testing.assert_array_equal(dataset.image(i).transpose(1, 2, 0), expected)
+
+
+def test_convert_keeps_size_labels_and_pixels(numbered, tmp_path):
+    run("convert", numbered, tmp_path / "out.zip")
+    old, new = ImageDataset(numbered), ImageDataset(tmp_path / "out.zip")
+    np.testing.assert_array_equal(new.images(range(10)), old.images(range(10)))
+    np.testing.assert_array_equal(new.labels(range(10)), old.labels(range(10)))
+
+
+def test_convert_grey_without_labels(tmp_path):
+    run("convert", photos(tmp_path / "d"), tmp_path / "out.zip", "--resolution", 8, "--grey")
+    dataset = ImageDataset(tmp_path / "out.zip", use_labels=False)
+    assert len(dataset) == 3 and dataset.image_shape == (1, 8, 8)
+
+
+def test_convert_errors(tmp_path):
+    source, out = photos(tmp_path / "d"), tmp_path / "out.zip"
+    with fails("n02/a.png is 16x12 but n01/a.jpg is 8x8; give --resolution"):
+        run("convert", source, out)
+    assert not out.exists()
+    make(source, {"loose.png": PNG})
+    with fails("loose.png is in no sub-folder"):
+        run("convert", source, out, "--labels-from-folders")
+    out.write_bytes(b"precious")
+    with fails("out.zip exists"):
+        run("convert", source, out, "--resolution", 4)
+    run("convert", source, out, "--resolution", 4, "--overwrite")
+    assert len(ImageDataset(out, use_labels=False)) == 4
