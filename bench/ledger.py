@@ -1,8 +1,9 @@
 """The ledger: launches, FLOPs, bytes and saved bytes of a step, counted on fake tensors. No GPU needed.
 
 Every operator that PyTorch dispatches and that is not a mere view counts as one launch, its inputs as read once and its
-outputs as written once. FLOPs are those of convolutions and matrix products (2 per multiply-add). Saved bytes are what
-autograd keeps from the forward for the backward, parameters apart, each storage once.
+outputs as written once. This project's ops count by what they start: the Triton kernels that a GPU would launch, told by
+`kernels.jit.recording`, and the library's operators. FLOPs are those of convolutions and matrix products (2 per
+multiply-add). Saved bytes are what autograd keeps from the forward for the backward, parameters apart, each storage once.
 """
 
 import math
@@ -23,6 +24,8 @@ from bench.baseline import Baseline, BaselineOptimizer
 from bench.case import data_size
 from edm2.optimizer import EDM2Optimizer
 from edm2.summary import saved_bytes
+from kernels.jit import Launch, recording
+from kernels.registration import OPS, Implementations
 
 CLASSES = {
     "convolution": "convolution convolution_backward",
@@ -88,8 +91,13 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        if func.namespace == "edm2":
+            return self._own(OPS[name], *args, **kwargs)
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        out = func(*args, **kwargs)
         if func.namespace == "prim" or func.is_view or name in NO_LAUNCH or _is_empty(out):
             return out
         count = flop_registry.get(func.overloadpacket)
@@ -97,6 +105,21 @@ class Recorder(TorchDispatchMode):
         entry = Entry(1, flops, sum(_bytes(x) for x in (args, kwargs, out)))
         self.classes[OP_CLASS.get(name, "pointwise")].add(entry)
         return out
+
+    def _own(self, op: Implementations, *args, **kwargs):
+        """Run what a GPU would run, to see what it starts."""
+        with self, recording(self._launched):
+            return (op.triton or op.eager)(*args, **kwargs)
+
+    def _launched(self, launch: Launch) -> None:
+        name = launch.kernel.__name__.removesuffix("_kernel").removesuffix("_backward")
+        self.classes[OP_CLASS.get(name, "pointwise")].add(Entry(1, launch.flops, launch.bytes))
+
+
+def _is_composite(func) -> bool:
+    """Is it only made of other operators, without code of its own? Autograd would have taken it apart."""
+    keys, has = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key
+    return func.namespace == "aten" and has(func.name(), keys.CompositeImplicitAutograd) and not has(func.name(), keys.CPU)
 
 
 def _bytes(tree) -> int:

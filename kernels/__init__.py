@@ -1,27 +1,37 @@
-"""The ops of the EDM2 network: each has one meaning, stated in `kernels.reference`.
+"""The ops of the EDM2 network. Activations are `[N, H, W, C]`; prepared weights `[taps, Cout, Cin]`.
 
-`kernels.reference` is plain autograd and says what is meant; `kernels.eager` is the same with derivatives written by
-hand, faster and lighter, and is what these names are. Activations are `[N, H, W, C]`; prepared weights
-`[taps, Cout, Cin]`. This package knows nothing of diffusion.
+Each op has one meaning, stated by plain autograd in `kernels.reference`, and is one node `edm2::name` of PyTorch's
+dispatcher, so that `torch.compile(fullgraph=True)` takes it whole: CUDA tensors go to Triton kernels, CPU tensors to
+`kernels.eager` (to Triton under `TRITON_INTERPRET=1`). Where Triton is not installed, the ops are the reference. This
+package knows nothing of diffusion.
 """
 
-from kernels.eager import (
-    cat_silu,
-    conv,
-    conv_cat_sum,
-    conv_silu,
-    conv_sum,
-    cosine_attention,
-    down_pixel_norm_silu,
-    linear,
-    mp_cat,
-    mp_silu,
-    mp_sum,
-    mp_weight,
-    normalize,
-    pixel_norm_silu,
-    resample,
-)
+from importlib.util import find_spec
+
+if find_spec("triton"):
+    from kernels.attention import cosine_attention
+    from kernels.conv import conv, conv_cat_sum, conv_silu, conv_sum
+    from kernels.eager import resample
+    from kernels.linear import linear
+    from kernels.pixel_norm import down_pixel_norm_silu, pixel_norm_silu
+    from kernels.pointwise import cat_silu, mp_silu, mp_sum
+    from kernels.weight import mp_weight
+else:
+    from kernels.reference import (
+        cat_silu,
+        conv,
+        conv_cat_sum,
+        conv_silu,
+        conv_sum,
+        cosine_attention,
+        down_pixel_norm_silu,
+        linear,
+        mp_silu,
+        mp_sum,
+        mp_weight,
+        pixel_norm_silu,
+        resample,
+    )
 
 __all__ = [
     "coverage",
@@ -33,16 +43,23 @@ __all__ = [
     "cosine_attention",
     "down_pixel_norm_silu",
     "linear",
-    "mp_cat",
     "mp_silu",
     "mp_sum",
     "mp_weight",
-    "normalize",
     "pixel_norm_silu",
     "resample",
 ]
 
 
-def coverage() -> dict[str, str]:
-    """Which implementation serves each op: "eager" (derivatives by hand) or "reference" (plain autograd)."""
-    return {name: globals()[name].__module__.removeprefix("kernels.") for name in __all__ if name != "coverage"}
+def coverage(device: str = "cuda") -> dict[str, str]:
+    """Which implementation serves each op on a type of device: "triton", "eager" or (without Triton) "reference"."""
+    return {name: _backend(name, device) for name in __all__ if name != "coverage"}
+
+
+def _backend(name: str, device: str) -> str:
+    if not find_spec("triton"):
+        return "reference"
+    from kernels.registration import OPS, on_triton
+
+    implementations = OPS.get(name.removeprefix("down_"))
+    return "triton" if implementations and implementations.triton and on_triton(device) else "eager"

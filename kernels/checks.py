@@ -1,0 +1,39 @@
+"""What every op asks of its arguments: one clear line that names the argument and what it got."""
+
+from torch import Tensor
+
+
+def check_activation(name: str, x: Tensor) -> None:
+    """`[N, H, W, C]`, contiguous, floating point."""
+    if x.ndim != 4:
+        raise ValueError(f"{name}: expected [N, H, W, C], got {list(x.shape)}")
+    check_dense(name, x)
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """Contiguous and floating point."""
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected floating point, got {x.dtype}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(x.stride())} for {list(x.shape)}")
+
+
+def check_like(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Same type and device."""
+    if x.dtype != other.dtype or x.device != other.device:
+        raise ValueError(f"{name}: {x.dtype} on {x.device} does not go with {other_name}, {other.dtype} on {other.device}")
+
+
+def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected {list(shape)}, got {list(x.shape)}")
+
+
+def check_weight(name: str, w: Tensor, x_name: str, x: Tensor, taps: tuple[int, ...] = (1, 9)) -> None:
+    """A prepared weight `[taps, Cout, Cin]` for x `[..., Cin]`."""
+    if w.ndim != 3 or w.shape[0] not in taps:
+        allowed = " or ".join(map(str, taps))
+        raise ValueError(f"{name}: expected a prepared weight [{allowed}, Cout, Cin], got {list(w.shape)}")
+    if x.shape[-1] != w.shape[-1]:
+        raise ValueError(f"{x_name}: {x.shape[-1]} channels do not match the weight's {w.shape[-1]} ({name} is {list(w.shape)})")
+    check_like(name, w, x_name, x)

@@ -1,0 +1,103 @@
+"""What all kernels share: the one place that launches, and device functions.
+
+Every Triton kernel of the project is started by `launch`. Within `recording`, launches are handed to a recorder instead
+of the device, so that what the ledger counts and what the compile gate compiles is what would run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import reference
+
+INTERPRET = triton.knobs.runtime.interpret  # Triton reads it when a kernel is defined: set for the whole process
+EPS = tl.constexpr(reference.EPS)
+SILU_SCALE = tl.constexpr(reference.SILU_SCALE)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: `kernel[grid](*args, **options)`. FLOPs are those of matrix products, 2 per multiply-add."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    flops: int
+    bytes: int
+
+
+_recorder: Callable[[Launch], None] | None = None
+_capability: int | None = None
+
+
+@contextmanager
+def recording(recorder: Callable[[Launch], None], capability: int = 90) -> Iterator[None]:
+    """Hand launches to `recorder` instead of the device, with the tiles of an architecture (80, 90, 100)."""
+    global _recorder, _capability
+    before = _recorder, _capability
+    _recorder, _capability = recorder, capability
+    try:
+        yield
+    finally:
+        _recorder, _capability = before
+
+
+def serves(x: Tensor) -> bool:
+    """Does a kernel take this tensor? On CUDA; on a CPU in the interpreter, or to be recorded."""
+    return x.is_cuda or INTERPRET or _recorder is not None
+
+
+def capability(x: Tensor) -> int:
+    """The architecture that tiles are chosen for: 90 is Hopper. The interpreter takes Hopper's."""
+    if _capability is not None:
+        return _capability
+    major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+    return 10 * major + minor
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, flops: int = 0, updated: Sequence[Tensor] = (), **options: Any
+) -> None:
+    """Start a kernel on the device of its tensors; nothing happens where there is no work.
+
+    For the ledger, every tensor among the arguments counts as moved once, those in `updated` (read and written) twice.
+    """
+    if 0 in grid:
+        return
+    tensors = {id(x): x for x in map(_tensor, args) if x is not None}.values()
+    if _recorder is not None:
+        moved = sum(x.numel() * x.element_size() for x in (*tensors, *updated))
+        _recorder(Launch(kernel, grid, args, options, flops, moved))
+        return
+    device = next(iter(tensors)).device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](*args, **options)
+    else:
+        kernel[grid](*args, **options)
+
+
+def _tensor(arg: Any) -> Tensor | None:
+    """The tensor behind an argument: itself, or that of a tensor descriptor."""
+    base = getattr(arg, "base", None)
+    return arg if isinstance(arg, Tensor) else base if isinstance(base, Tensor) else None
+
+
+@triton.jit
+def mp_silu(x):
+    """Eq. 81 in fp32."""
+    return x * tl.sigmoid(x) * SILU_SCALE
+
+
+@triton.jit
+def mp_silu_grad(x):
+    """The derivative of `mp_silu`, infinite x giving NaN as in PyTorch."""
+    s = tl.sigmoid(x)
+    return s * (1 + x * (1 - s)) * SILU_SCALE

@@ -1,0 +1,43 @@
+"""Matrix product with a prepared weight. M rows."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from kernels import eager
+from kernels.checks import check_weight
+from kernels.registration import register
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """`x @ w[0].T`: x `[..., Cin]`, w `[1, Cout, Cin]` → `[..., Cout]`."""
+    check_weight("w", w, "x", x, taps=(1,))
+    return _linear(x, w)
+
+
+def _fake(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[1])
+
+
+def _fake_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), w.new_empty(w.shape, dtype=eager.wide(w.dtype))
+
+
+def _flops(x: tuple[int, ...], w: tuple[int, ...]) -> int:
+    rows = 1
+    for size in x[:-1]:
+        rows *= size
+    return 2 * rows * w[1] * w[2]
+
+
+_linear = register("linear", eager.linear, _fake, flops=_flops)
+_linear_backward = register(
+    "linear_backward", eager.linear_backward, _fake_backward, flops=lambda g, x, w: 2 * _flops(x, w)
+)
+
+
+def _save(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_linear.register_autograd(lambda ctx, g: _linear_backward(g.contiguous(), *ctx.saved_tensors), setup_context=_save)
