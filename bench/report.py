@@ -47,7 +47,6 @@ class Machine:
 def update(root: Path) -> None:
     """Write the README's tables, and tables and plots in docs/bench. Without matplotlib UserError, the tables written."""
     machines = load(root / "bench" / "results")
-    _parts_of(root / "README.md")
     for path in _leftovers(root, machines):
         path.unlink()
     try:

@@ -9,7 +9,8 @@ from click.testing import CliRunner
 from PIL import Image
 
 from bench.__main__ import main
-from bench.report import BEGIN, END, differences, update
+from bench.plots import plan
+from bench.report import BEGIN, END, differences, load, update
 from edm2.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -168,6 +169,20 @@ class TestTables:
 
 
 class TestPlots:
+    def test_what_is_shown(self, root):
+        """Best batches; of each preset the phases at the batch that most candidates managed; kernels by op."""
+        store(root, all_results())
+        (machine,) = load(root / "bench" / "results")
+        shown = plan(machine.merged)
+        assert shown["speedup"]["img512-s"]["edm2"] == pytest.approx(2) and shown["speedup"]["img512-m"]["edm2"] == pytest.approx(20 / 9)
+        assert "compile" not in shown["speedup"]["img512-xl"]
+        panels = shown["steps"]
+        assert list(panels) == [f"edm2-img512-{x}" for x in ("xs, batch 256", "s, batch 256", "m, batch 64", "xl, batch 256")]
+        assert list(panels["edm2-img512-s, batch 256"])[2:] == ["compile", "compile max-autotune", "edm2"]
+        assert panels["edm2-img512-s, batch 256"]["edm2"] == pytest.approx({"data": 10, "forward": 150, "backward": 290, "optimizer": 50})
+        assert shown["roofline"]["roof"] == CEILINGS and len(shown["roofline"]["points"]) == 16 * 7 + 2
+        assert ("gemm", "cuBLAS", 2750, pytest.approx(687.5)) in shown["roofline"]["points"]
+
     def test_drawn_and_shown(self, root):
         store(root, all_results())
         update(root)
