@@ -12,9 +12,10 @@ from bench import cases
 from bench.case import Case
 from bench.ledger import CANDIDATES, count, table
 from bench.machine import slug
-from bench.report import update_readme
+from bench.report import differences, update
 from bench.runner import line, run_cases
 from edm2.cli.common import Float, Group, ImageCount
+from edm2.errors import UserError
 from edm2.presets import get_preset
 from kernels import coverage
 
@@ -80,9 +81,15 @@ def gpu(budget: float, only: str, dry_run: bool) -> None:
 
 
 @main.command()
-def report() -> None:
-    """Write the tables in the README from bench/results."""
-    update_readme(Path("README.md"), RESULTS)
+@click.option("--check", is_flag=True, help="Write nothing; fail with a diff where README or docs differ from the results.")
+def report(check: bool) -> None:
+    """Write the README's tables, and tables and plots in docs/bench, from bench/results."""
+    root = RESULTS.parent.parent
+    if not check:
+        update(root)
+    elif changes := differences(root):
+        click.echo(changes)
+        raise UserError("README or docs differ from bench/results: python -m bench report")
 
 
 @main.command()

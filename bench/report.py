@@ -1,45 +1,285 @@
-"""The README's tables, made from the results: no figure there that no file holds."""
+"""Tables and plots made from the results: no figure in the README that no file in bench/results holds."""
 
+import difflib
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from bench import plots
 from edm2.errors import UserError
+from edm2.files import make_folder
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
+TITLES = {
+    "train": "Training steps",
+    "sample": "Evaluations of the network",
+    "optimizer": "The optimizer's step alone",
+    "block": "One encoder block, forward and backward",
+    "kernels": "Kernels",
+}
+FACTS = {  # of a machine's description, and how they read
+    "name": "{}", "threads": "{} threads", "driver_version": "driver {}", "power.limit": "power limit {}",
+    "torch": "PyTorch {}", "triton": "Triton {}", "commit": "commit {}",
+}  # fmt: skip
+SIZES = [f"edm2-img512-{size}" for size in ("xxs", "xs", "s", "m", "l", "xl", "xxl")]
+Result = dict[str, Any]
 
 
-def update_readme(readme: Path, results: Path) -> None:
-    """Replace what stands between the two marks. UserError if they are not there."""
-    text = readme.read_text()
-    if BEGIN not in text or END not in text:
-        raise UserError(f"{readme} has no place for the tables: {BEGIN} … {END}")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    readme.write_text(f"{before}{BEGIN}\n{tables(results)}\n{END}{after}")
+@dataclass(frozen=True)
+class Machine:
+    """The results of one machine: of every case, and with the modes of `torch.compile` in the case they belong to."""
+
+    name: str
+    cases: list[Result]
+    merged: list[Result]
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.cases[0]["machine"]["device"] == "cuda"
+
+    def of(self, group: str) -> list[Result]:
+        return [case for case in self.merged if case["group"] == group]
 
 
-def tables(results: Path) -> str:
-    """Markdown for all machines, training first."""
-    sections = [_machine(folder) for folder in sorted(results.iterdir()) if any(folder.glob("*.json"))]
-    return "\n\n".join(sections) if sections else "Nothing has been measured."
+def update(root: Path) -> None:
+    """Write the README's tables, and tables and plots in docs/bench. Without matplotlib UserError, the tables written."""
+    machines = load(root / "bench" / "results")
+    for path in _leftovers(root, machines):
+        path.unlink()
+    try:
+        for machine in machines:
+            plots.draw(plots.plan(machine.merged), _docs(root) / machine.name)
+    finally:
+        for path, text in documents(root, machines).items():
+            make_folder(path.parent)
+            path.write_text(text)
 
 
-def _machine(folder: Path) -> str:
-    cases = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    cases.sort(key=lambda case: ["train", "sample", "optimizer", "block", "kernels"].index(case["group"]))
-    machine = cases[0]["machine"]
-    threads = f", {machine['threads']} threads" if "threads" in machine else ""
-    lines = [f"{folder.name}{threads}, PyTorch {machine['torch']}:", "", "| case | candidate | median ms (20–80 %) | rate |"]
-    lines += ["|---|---|---|---|"]
-    rows = [(case, name, facts) for case in cases for name, facts in case["candidates"].items()]
-    lines += [_row(*row) for row in rows if "not compiled" not in row[1]]
+def differences(root: Path) -> str:
+    """What `update` would change: a diff of the texts, and a line for each plot. Empty if nothing."""
+    machines = load(root / "bench" / "results")
+    lines = [f"{path.relative_to(root)}: outdated" for path in _leftovers(root, machines)]
+    for machine in machines:
+        paths = [_docs(root) / machine.name / f"{name}.png" for name in plots.plan(machine.merged)]
+        lines += [f"{path.relative_to(root)}: missing" for path in paths if not path.exists()]
+    for path, text in documents(root, machines).items():
+        old = path.read_text().splitlines() if path.exists() else []
+        name = str(path.relative_to(root))
+        lines += difflib.unified_diff(old, text.splitlines(), name, f"{name}, from bench/results", lineterm="")
     return "\n".join(lines)
 
 
-def _row(case: dict[str, Any], name: str, facts: dict[str, Any]) -> str:
+def load(results: Path) -> list[Machine]:
+    """GPUs first. What was traced but not compiled is no baseline and left out."""
+    machines = []
+    for folder in sorted(results.iterdir()):
+        cases = sorted(map(_read, folder.glob("*.json")), key=_place)
+        if cases:
+            machines.append(Machine(folder.name, cases, _merged(cases)))
+    return sorted(machines, key=lambda machine: not machine.is_gpu)
+
+
+def documents(root: Path, machines: list[Machine]) -> dict[Path, str]:
+    """Path → text of the README and of each machine's full tables."""
+    before, after = _parts_of(root / "README.md")
+    sections = [_answer(machines), *(_section(root, machine) for machine in machines)]
+    readme = f"{before}{BEGIN}\n" + "\n\n".join(sections) + f"\n{END}{after}"
+    return {root / "README.md": readme} | {_docs(root) / f"{machine.name}.md": _full(root, machine) for machine in machines}
+
+
+def _docs(root: Path) -> Path:
+    return root / "docs" / "bench"
+
+
+def _parts_of(readme: Path) -> tuple[str, str]:
+    """The text before and after the tables."""
+    text = readme.read_text()
+    if BEGIN not in text or END not in text:
+        raise UserError(f"{readme} has no place for the tables: {BEGIN} … {END}")
+    return text.split(BEGIN)[0], text.split(END)[1]
+
+
+def _leftovers(root: Path, machines: list[Machine]) -> list[Path]:
+    """Tables and plots that earlier results left behind."""
+    plans = {machine.name: plots.plan(machine.merged) for machine in machines}
+    tables = [path for path in sorted(_docs(root).glob("*.md")) if path.stem not in plans]
+    folders = [folder for folder in sorted(_docs(root).glob("*")) if folder.is_dir()]
+    return tables + [path for folder in folders for path in plots.outdated(plans.get(folder.name, {}), folder)]
+
+
+def _read(path: Path) -> Result:
+    try:
+        case = json.loads(path.read_text())
+        case["candidates"] = {name: facts for name, facts in case["candidates"].items() if "not compiled" not in name}
+    except (ValueError, KeyError) as e:
+        raise UserError(f"{path} is not a result of this suite; remove it or measure again") from e
+    return case
+
+
+def _place(case: Result) -> tuple[int, int, list[Any]]:
+    """Sorts by group, then size of the network, then name with its numbers as numbers."""
+    preset = case.get("preset")
+    size = SIZES.index(preset) if preset in SIZES else -1
+    return list(TITLES).index(case["group"]), size, [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", case["case"])]
+
+
+def _merged(cases: list[Result]) -> list[Result]:
+    merged: dict[str, Result] = {}
+    for case in cases:
+        name = case["case"].removesuffix(f"/{case.get('mode')}")
+        known = merged.get(name, {"candidates": {}})
+        merged[name] = case | known | {"case": name, "candidates": case["candidates"] | known["candidates"]}
+    return list(merged.values())
+
+
+def _answer(machines: list[Machine]) -> str:
+    """The first line: how fast EDM2-S trains."""
+    lines = [_training_speed(machine) for machine in machines if machine.is_gpu]
+    return "\n".join(lines) or "**No GPU results exist yet: EDM2-S training, and all else on a GPU, is unmeasured.**"
+
+
+def _training_speed(machine: Machine) -> str:
+    cases = [case for case in machine.of("train") if case["preset"] == "edm2-img512-s"]
+    best = plots.fastest(cases)
+    compiled = max((name for name in best if name.startswith("compile")), key=best.get, default="compile")
+
+    def state(name: str) -> str:
+        return "failed" if any(name in case["candidates"] for case in cases) else "unmeasured"
+
+    def against(name: str) -> str:
+        if name not in best or "edm2" not in best:
+            return f"{name} {_number(best[name]) if name in best else state(name)}"
+        return f"{best['edm2'] / best[name]:.2f}× {name} ({_number(best[name])})"
+
+    own = f"{_number(best['edm2'])} images/s" if "edm2" in best else state("edm2")
+    return f"**EDM2-S training on {machine.name}: {own}; {against('eager')}, {against(compiled)}; each at its best batch.**"
+
+
+def _section(root: Path, machine: Machine) -> str:
+    """A machine in the README."""
+    parts = [f"### {machine.name}", _described(machine), *_pictures(root, machine, "docs/bench/")]
+    tables = {group: machine.of(group) for group in TITLES}
+    parts += [f"{TITLES[group]}:\n\n{_wide(cases)}" for group, cases in tables.items() if cases and group != "kernels"]
+    if tables["kernels"]:
+        parts.append(f"{TITLES['kernels']}, with the share of the ceiling that each is nearer to:\n\n{_by_op(tables['kernels'])}")
+    return "\n\n".join([*parts, *_unmeasured(machine), f"Everything: [docs/bench/{machine.name}.md](docs/bench/{machine.name}.md)."])
+
+
+def _described(machine: Machine) -> str:
+    """What it ran on; where runs differ, all of their versions."""
+    values = {key: sorted({str(case["machine"][key]) for case in machine.cases if case["machine"].get(key)}) for key in FACTS}
+    text = ", ".join(FACTS[key].format(" / ".join(own)) for key, own in values.items() if own)
+    return f"{text}. Medians (20–80 %); × is the speed against eager in the same case."
+
+
+def _pictures(root: Path, machine: Machine, prefix: str) -> list[str]:
+    files = {name: _docs(root) / machine.name / f"{name}.png" for name in plots.plan(machine.merged)}
+    return [f"![{plots.CAPTIONS[name]}]({prefix}{machine.name}/{name}.png)" for name, path in files.items() if path.exists()]
+
+
+def _unmeasured(machine: Machine) -> list[str]:
+    groups = [TITLES[group].lower() for group in TITLES if not machine.of(group)]
+    trained = {case["preset"] for case in machine.of("train")}
+    presets = [f"training {preset}" for preset in SIZES if machine.is_gpu and trained and preset not in trained]
+    return [f"Unmeasured here: {'; '.join(groups + presets)}."] if groups + presets else []
+
+
+def _wide(cases: list[Result]) -> str:
+    """A row for each case, a column for each candidate."""
+    names = plots.in_order({name for case in cases for name in case["candidates"]})
+    rows = [[case["case"].partition("/")[2], *(_cell(case["candidates"], name) for name in names)] for case in cases]
+    return _table(["case", *names], rows)
+
+
+def _cell(candidates: dict[str, Result], name: str) -> str:
+    facts = candidates.get(name)
+    if not facts:
+        return "unmeasured"
     if "failure" in facts:
-        return f"| {case['case']} | {name} | {facts['failure']} | |"
-    low, median, high = (facts[key] * 1e3 for key in ("low", "median", "high"))
-    rate = next((f"{facts[unit]:.3g} {unit}" for unit in ("images/s", "TFLOP/s", "GB/s") if unit in facts), "")
-    mfu = f", {facts['MFU']:.1%} MFU" if "MFU" in facts else ""
-    return f"| {case['case']} | {name} | {median:.1f} ({low:.1f}–{high:.1f}) | {rate}{mfu} |"
+        return _failure(facts["failure"], 60)
+    low, middle, high = (_number(facts[key] * 1e3) for key in ("low", "median", "high"))
+    parts = [f"{_number(facts[unit])} {unit}" for unit in ("images/s", "GB/s") if unit in facts]
+    parts += [f"{middle} ms ({low}–{high})"]
+    parts += [f"{facts['MFU']:.1%} MFU"] if "MFU" in facts else []
+    eager = candidates.get("eager", {}).get("median")
+    return ", ".join(parts + ([f"{eager / facts['median']:.2f}×"] if eager and name != "eager" else []))
+
+
+def _by_op(cases: list[Result]) -> str:
+    """A row for each op and candidate: at how many shapes, and the shapes nearest to and farthest from a ceiling."""
+    ops: dict[tuple[str, str], list[tuple[str, Result]]] = {}
+    for case in cases:
+        _, op, *shape = case["case"].split("/")
+        for name, facts in case["candidates"].items():
+            ops.setdefault(("/".join([op, *shape[:-1]]), name), []).append((shape[-1] if shape else "", facts))
+    rows = [[*key, *_extremes(own)] for key, own in ops.items()]
+    return _table(["op", "candidate", "shapes", "nearest to its ceiling", "farthest", "median share"], rows)
+
+
+def _extremes(shapes: list[tuple[str, Result]]) -> list[str]:
+    measured = sorted(((_rate(facts), shape) for shape, facts in shapes if "median" in facts), key=lambda x: x[0][0], reverse=True)
+    count = f"{len(measured)} of {len(shapes)}" if len(measured) < len(shapes) else str(len(shapes))
+    if not measured:
+        return [count, _failure(shapes[0][1]["failure"], 60), "", ""]
+    ends = [f"{shape}: {rate}".removeprefix(": ") for (_, rate), shape in (measured[0], measured[-1])]
+    return [count, *ends, f"{median(share for (share, _), _ in measured):.0%}"]
+
+
+def _rate(facts: Result) -> tuple[float, str]:
+    """The share of the ceiling that is nearer, and the rate as text: a share of the product, or of the copy."""
+    units = [unit for unit in ("TFLOP/s", "GB/s") if unit in facts]
+    unit = max(units, key=lambda unit: facts.get(f"share of {unit}", 0.0))
+    return facts.get(f"share of {unit}", 0.0), _with_share(facts, unit)
+
+
+def _with_share(facts: Result, unit: str) -> str:
+    share = facts.get(f"share of {unit}")
+    return f"{_number(facts[unit])} {unit}" + (f" ({share:.0%})" if share else "")
+
+
+def _full(root: Path, machine: Machine) -> str:
+    """The page of a machine: every case and candidate with all that was measured."""
+    roof = [f"{_number(max(own))} {unit}" for unit in ("TFLOP/s", "GB/s") if (own := _ceilings(machine, unit))]
+    parts = [f"# {machine.name}", "Written by `python -m bench report`; see [bench/README.md](../../bench/README.md).", _described(machine)]
+    parts += [f"Shares are of the product and of the copy of the same run, at best {' and '.join(roof)}."] if roof else []
+    parts += _pictures(root, machine, "")
+    header = ["case", "candidate", "ms (20–80 %)", "rates", "MFU", "phases, ms", "peak GiB", "error"]
+    for group, title in TITLES.items():
+        cases = [case for case in machine.cases if case["group"] == group]
+        rows = [_details(case["case"], *item) for case in cases for item in case["candidates"].items()]
+        parts += [f"## {title}", _table(header, rows) if rows else "Unmeasured."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _ceilings(machine: Machine, unit: str) -> list[float]:
+    return [case["ceilings"][unit] for case in machine.cases if unit in case["ceilings"]]
+
+
+def _details(case: str, name: str, facts: Result) -> list[str]:
+    if "failure" in facts:
+        return [case, name, _failure(facts["failure"], 300), "", "", "", "", ""]
+    low, middle, high = (_number(facts[key] * 1e3) for key in ("low", "median", "high"))
+    rates = ", ".join(_with_share(facts, unit) for unit in ("images/s", "TFLOP/s", "GB/s") if unit in facts)
+    mfu = f"{facts['MFU']:.1%}" if "MFU" in facts else ""
+    phases = ", ".join(f"{phase} {_number(seconds * 1e3)}" for phase, seconds in facts.get("parts", {}).items())
+    peak = f"{facts['peak_memory'] / 2**30:.2f}" if facts.get("peak_memory") else ""
+    return [case, name, f"{middle} ({low}–{high})", rates, mfu, phases, peak, f"{facts['error']:.1e}"]
+
+
+def _failure(reason: str, length: int) -> str:
+    """One cell, whatever the message holds."""
+    short = "out of memory" if "out of memory" in reason.lower() and length < len(reason) else reason[:length]
+    return "failed: " + short.replace("|", r"\|")
+
+
+def _number(x: float) -> str:
+    """Three significant digits, no exponent from 1000 on: 0.0123, 77.2, 1,740."""
+    return f"{float(f'{x:.3g}'):,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(line)} |" for line in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])

@@ -4,7 +4,6 @@ import json
 import time
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +15,8 @@ from bench.baseline import Baseline, BaselineOptimizer
 from bench.case import Case
 from bench.ledger import Entry, Recorder, count
 from bench.library import conv_shapes
-from bench.report import BEGIN, END, tables
 from bench.runner import run_cases
 from tests.conftest import relative_error, tiny_net
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -118,12 +114,6 @@ class TestRunner:
         """92.94 G of 100.8 G multiply-adds are 3×3 convolutions."""
         shapes = conv_shapes("edm2-img512-s").items()
         assert sum(count * res**2 * a * b * 9 for (res, a, b, k), count in shapes if k == 3) == pytest.approx(92.94e9, rel=1e-4)
-
-
-def test_readme_holds_the_measured_figures():
-    """`python -m bench report` would change nothing."""
-    text = (ROOT / "README.md").read_text()
-    assert text.split(BEGIN)[1].split(END)[0].strip() == tables(ROOT / "bench" / "results").strip()
 
 
 class TestLedger:
