@@ -8,6 +8,8 @@ package knows nothing of diffusion.
 
 from importlib.util import find_spec
 
+from kernels.fallback import FallbackWarning, clear_fallbacks, fallbacks
+
 if find_spec("triton"):
     from kernels.attention import cosine_attention
     from kernels.conv import conv, conv_cat_sum, conv_silu, conv_sum
@@ -33,8 +35,7 @@ else:
         resample,
     )
 
-__all__ = [
-    "coverage",
+OPS = (
     "cat_silu",
     "conv",
     "conv_cat_sum",
@@ -48,18 +49,19 @@ __all__ = [
     "mp_weight",
     "pixel_norm_silu",
     "resample",
-]
+)
+__all__ = [*OPS, "FallbackWarning", "clear_fallbacks", "coverage", "fallbacks"]
 
 
 def coverage(device: str = "cuda") -> dict[str, str]:
     """Which implementation serves each op on a type of device: "triton", "eager" or (without Triton) "reference"."""
-    return {name: _backend(name, device) for name in __all__ if name != "coverage"}
+    return {name: _backend(name, device) for name in OPS}
 
 
 def _backend(name: str, device: str) -> str:
     if not find_spec("triton"):
         return "reference"
-    from kernels.registration import OPS, on_triton
+    from kernels import registration
 
-    implementations = OPS.get(name.removeprefix("down_"))
-    return "triton" if implementations and implementations.triton and on_triton(device) else "eager"
+    op = registration.OPS.get(name.removeprefix("down_"))
+    return "triton" if op and op.triton and registration.on_triton(device) else "eager"

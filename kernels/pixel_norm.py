@@ -16,6 +16,7 @@ from kernels.jit import EPS, launch, mp_silu, mp_silu_grad
 from kernels.registration import register
 
 ELEMENTS = 4096  # per program: 32 per thread, four 16-byte loads in flight
+MAX_CHANNELS = 8192  # a pixel lies in the registers of one program
 
 
 @triton.jit
@@ -115,9 +116,13 @@ def _fake_backward(gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool) -
     return y.new_empty(n, 2 * h, 2 * w, c) if down else torch.empty_like(y)
 
 
-_norm = register("pixel_norm_silu", eager.pixel_norm_silu, _fake, pixel_norm_silu_triton)
+def _refuses(x: Tensor, *_: Tensor | bool) -> str | None:
+    return f"{x.shape[-1]} channels, the kernel takes {MAX_CHANNELS}" if x.shape[-1] > MAX_CHANNELS else None
+
+
+_norm = register("pixel_norm_silu", eager.pixel_norm_silu, _fake, pixel_norm_silu_triton, refuses=_refuses)
 _norm_backward = register(
-    "pixel_norm_silu_backward", eager.pixel_norm_silu_backward, _fake_backward, pixel_norm_silu_backward_triton
+    "pixel_norm_silu_backward", eager.pixel_norm_silu_backward, _fake_backward, pixel_norm_silu_backward_triton, refuses=_refuses
 )
 
 
