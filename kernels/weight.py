@@ -1,11 +1,177 @@
-"""Weight preparation: raw fp32 weight → normalised, scaled, cast, laid out `[taps, Cout, Cin]`."""
+"""Weight preparation: raw fp32 weight → normalised, scaled, cast, laid out `[taps, Cout, Cin]`; and its derivative.
+
+One program per row of a weight `[Cout, Cin, k, k]`, in two passes: the second finds the row in cache. L = Cin·taps is
+the length of a raw row. `kernels.many_weights` runs the same row functions over all weights of a network.
+"""
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from kernels import eager
+from kernels.jit import EPS, launch
 from kernels.registration import register
+
+BLOCK = 2048  # elements per iteration: with 4 warps, 16 per thread, so that many rows are in flight per multiprocessor
+
+
+@triton.jit
+def prepare_row(
+    w_ptr, y_ptr, length_ptr, gain, row, row_out, Cin, Cout,
+    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y = gain · w / (‖w‖ + ε·√L): Eq. 66, whose √L cancels against that of the rms."""
+    start = row_offset(row, Cin * TAPS, ALIGNED)
+    square = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, Cin * TAPS, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        w = tl.load(w_ptr + start + offs, offs < Cin * TAPS, other=0.0)
+        square += w * w
+    length = tl.sqrt(tl.sum(square, axis=0))
+    tl.store(length_ptr + row, length)
+    scale = gain / (length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS)
+    for first in range(0, Cin, BLOCK // taps_block(TAPS)):
+        offs_w, offs_y, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+        w = tl.load(w_ptr + offs_w, mask, other=0.0)
+        tl.store(y_ptr + offs_y, (w * scale).to(y_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def project_row(
+    g_ptr, w_ptr, length_ptr, dw_ptr, dgain_ptr, gain, row, row_out, Cin, Cout,
+    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) with d = ‖w‖ + ε·√L, and this row's share ⟨w,g⟩/d of the gain's gradient."""
+    start = row_offset(row, Cin * TAPS, ALIGNED)
+    product = tl.zeros([BLOCK // taps_block(TAPS), taps_block(TAPS)], tl.float32)
+    for first in range(0, Cin, BLOCK // taps_block(TAPS)):
+        offs_w, offs_g, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+        w = tl.load(w_ptr + offs_w, mask, other=0.0)
+        product += w * tl.load(g_ptr + offs_g, mask, other=0.0).to(tl.float32)
+    dot = tl.sum(tl.sum(product, axis=1), axis=0)
+    length = tl.load(length_ptr + row)
+    d = length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS
+    tl.store(dgain_ptr + row, dot / d)
+    slope = dot / tl.where(length == 0, 1.0, length * d)  # ⟨w,g⟩ = 0 where w = 0
+    for first in range(0, Cin, BLOCK // taps_block(TAPS)):
+        offs_w, offs_g, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+        w = tl.load(w_ptr + offs_w, mask, other=0.0)
+        g = tl.load(g_ptr + offs_g, mask, other=0.0).to(tl.float32)
+        tl.store(dw_ptr + offs_w, (g - w * slope) * (gain / d), mask)
+
+
+@triton.jit
+def row_offset(row, length, ALIGNED: tl.constexpr):
+    """Where a row starts; ALIGNED promises a multiple of 8 elements, hence 16-byte accesses."""
+    offset = row.to(tl.int64) * length
+    return tl.multiple_of(offset, 8) if ALIGNED else offset
+
+
+@triton.jit
+def both_layouts(
+    first, start, row_out, Cin, Cout, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Offsets of the channels from `first` of one row: in `[Cout, Cin, taps]` and in `[taps, Cout, Cin]`."""
+    offs_c = first + tl.arange(0, BLOCK // taps_block(TAPS))[:, None]  # [channels, 1]
+    offs_t = tl.arange(0, taps_block(TAPS))[None, :]  # [1, taps]
+    rows = (offs_t.to(tl.int64) * Cout + row_out) * Cin
+    if ALIGNED:
+        rows = tl.multiple_of(rows, (8, 8))
+    return start + offs_c * TAPS + offs_t, rows + offs_c, (offs_c < Cin) & (offs_t < TAPS)
+
+
+@triton.constexpr_function
+def taps_block(taps):
+    """The next power of two."""
+    return 16 if taps == 9 else 1
+
+
+@triton.jit
+def qkv_row(row, Cout, heads):
+    """Where row (head, channel, q|k|v) of a qkv weight goes: (head, q|k|v, channel)."""
+    depth = Cout // (3 * heads)
+    return row // (3 * depth) * (3 * depth) + row % 3 * depth + row // 3 % depth
+
+
+@triton.jit
+def mp_weight_kernel(
+    w_ptr, gain_ptr, y_ptr, length_ptr, Cin, Cout,
+    HEADS: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    gain = 1.0 if gain_ptr is None else tl.load(gain_ptr)
+    row_out = qkv_row(row, Cout, HEADS) if HEADS else row
+    prepare_row(w_ptr, y_ptr, length_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+
+
+def mp_weight_triton(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
+    cout, cin = w.shape[:2]
+    taps = w[0, 0].numel()
+    y, length = w.new_empty(taps, cout, cin, dtype=dtype), w.new_empty(cout)
+    args = (w.contiguous(), gain, y, length, cin, cout)
+    launch(mp_weight_kernel, (cout,), *args, HEADS=heads, TAPS=taps, ALIGNED=cin % 8 == 0, BLOCK=BLOCK, num_warps=4)
+    return y, length
+
+
+@triton.jit
+def mp_weight_backward_kernel(
+    g_ptr, w_ptr, length_ptr, gain_ptr, dw_ptr, dgain_ptr, Cin, Cout,
+    HEADS: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    gain = 1.0 if gain_ptr is None else tl.load(gain_ptr)
+    row_out = qkv_row(row, Cout, HEADS) if HEADS else row
+    project_row(g_ptr, w_ptr, length_ptr, dw_ptr, dgain_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+
+
+def mp_weight_backward_triton(
+    g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int
+) -> tuple[Tensor, Tensor]:
+    cout, cin = w.shape[:2]
+    w, dgains = w.contiguous(), w.new_empty(cout)
+    dw = torch.empty_like(w)
+    args = (g.contiguous(), w, length, gain, dw, dgains, cin, cout)
+    constants = dict(HEADS=heads, TAPS=w[0, 0].numel(), ALIGNED=cin % 8 == 0, BLOCK=BLOCK)
+    launch(mp_weight_backward_kernel, (cout,), *args, **constants, num_warps=4)
+    return dw, w.new_empty([]) if gain is None else dgains.sum().reshape(gain.shape)
+
+
+def _refuses(*args: Tensor | int | torch.dtype | None) -> str | None:
+    w = next(x for x in args if isinstance(x, Tensor) and x.ndim in (2, 4))
+    if w.dtype != torch.float32:
+        return f"a raw weight of {w.dtype}, the kernel takes fp32"
+    taps = w[0, 0].numel()
+    return None if taps in (1, 9) else f"{taps} taps, the kernel takes 1 and 9"
+
+
+def _fake(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
+    return w.new_empty(w[0, 0].numel(), *w.shape[:2], dtype=dtype), w.new_empty(w.shape[0], dtype=eager.wide(w.dtype))
+
+
+def _fake_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+    return w.new_empty(w.shape), w.new_empty([] if gain is None else gain.shape)
+
+
+_mp_weight = register("mp_weight", eager.mp_weight, _fake, mp_weight_triton, refuses=_refuses)
+_mp_weight_backward = register(
+    "mp_weight_backward", eager.mp_weight_backward, _fake_backward, mp_weight_backward_triton, refuses=_refuses
+)
+
+
+def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    w, gain, _, ctx.heads = inputs
+    ctx.save_for_backward(w, output[1], gain)
+
+
+def _autograd(ctx: FunctionCtx, g: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    w, length, gain = ctx.saved_tensors
+    dw, dgain = _mp_weight_backward(g, w, length, gain, ctx.heads)
+    return dw, None if gain is None else dgain, None, None
+
+
+_mp_weight.register_autograd(_autograd, setup_context=_save)
 
 
 def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0) -> Tensor:
@@ -20,30 +186,3 @@ def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.
     if heads and w.shape[0] % (3 * heads):
         raise ValueError(f"w: {w.shape[0]} rows are not a multiple of 3 × {heads} heads")
     return _mp_weight(w, gain, dtype, heads)[0]
-
-
-def _fake(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
-    rows = w.new_empty(w.shape[0], w.shape[1], w[0, 0].numel(), dtype=dtype)
-    return rows.permute(2, 0, 1), w.new_empty(w.shape[0], dtype=eager.wide(w.dtype))
-
-
-def _fake_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(w), w.new_empty([]) if gain is None else torch.empty_like(gain)
-
-
-_mp_weight = register("mp_weight", eager.mp_weight, _fake)
-_mp_weight_backward = register("mp_weight_backward", eager.mp_weight_backward, _fake_backward)
-
-
-def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    w, gain, _, ctx.heads = inputs
-    ctx.save_for_backward(w, output[1], gain)
-
-
-def _backward(ctx: FunctionCtx, g: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-    w, length, gain = ctx.saved_tensors
-    dw, dgain = _mp_weight_backward(g, w, length, gain, ctx.heads)
-    return dw, None if gain is None else dgain, None, None
-
-
-_mp_weight.register_autograd(_backward, setup_context=_save)

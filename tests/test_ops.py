@@ -15,7 +15,7 @@ from tests.conftest import relative_error
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-6}
 HALF = [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16]  # the interpreter's bf16 does not round
 DTYPES = [torch.float64, torch.float32, *HALF]
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.float64:kernels.FallbackWarning")
+pytestmark = pytest.mark.filterwarnings(r"ignore:.*(torch.float64|a raw weight of):kernels.FallbackWarning")
 
 
 @dataclass
