@@ -4,7 +4,7 @@ Every Triton kernel of the project is started by `launch`. Within `recording`, l
 of the device, so that what the ledger counts and what the compile gate compiles is what would run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,9 +49,13 @@ def recording(recorder: Callable[[Launch], None], capability: int = 90) -> Itera
         _recorder, _capability = before
 
 
+def is_recording() -> bool:
+    return _recorder is not None
+
+
 def serves(x: Tensor) -> bool:
     """Does a kernel take this tensor? On CUDA; on a CPU in the interpreter, or to be recorded."""
-    return x.is_cuda or INTERPRET or _recorder is not None
+    return x.is_cuda or INTERPRET or is_recording()
 
 
 def capability(x: Tensor) -> int:
@@ -63,17 +67,24 @@ def capability(x: Tensor) -> int:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, flops: int = 0, updated: Sequence[Tensor] = (), **options: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    flops: int = 0,
+    reached: Iterable[Tensor] = (),
+    updated: Iterable[Tensor] = (),
+    **options: Any,
 ) -> None:
     """Start a kernel on the device of its tensors; nothing happens where there is no work.
 
-    For the ledger, every tensor among the arguments counts as moved once, those in `updated` (read and written) twice.
+    For the ledger, every tensor among the arguments counts as moved once, like those `reached` by addresses in a
+    table; those in `updated` (read and written) once more.
     """
     if 0 in grid:
         return
     tensors = {id(x): x for x in map(_tensor, args) if x is not None}.values()
     if _recorder is not None:
-        moved = sum(x.numel() * x.element_size() for x in (*tensors, *updated))
+        moved = sum(x.numel() * x.element_size() for x in (*tensors, *reached, *updated))
         _recorder(Launch(kernel, grid, args, options, flops, moved))
         return
     device = next(iter(tensors)).device

@@ -1,7 +1,7 @@
 """Weight preparation: raw fp32 weight → normalised, scaled, cast, laid out `[taps, Cout, Cin]`; and its derivative.
 
 One program per row of a weight `[Cout, Cin, k, k]`, in two passes: the second finds the row in cache. L = Cin·taps is
-the length of a raw row. `kernels.many_weights` runs the same row functions over all weights of a network.
+the length of a raw row. `kernels.prepared` runs the same row functions over all weights of a network.
 """
 
 import torch
@@ -19,10 +19,10 @@ BLOCK = 2048  # elements per iteration: with 4 warps, 16 per thread, so that man
 
 @triton.jit
 def prepare_row(
-    w_ptr, y_ptr, length_ptr, gain, row, row_out, Cin, Cout,
+    w_ptr, y_ptr, gain, row, row_out, Cin, Cout,
     TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y = gain · w / (‖w‖ + ε·√L): Eq. 66, whose √L cancels against that of the rms."""
+    """y = gain · w / (‖w‖ + ε·√L), Eq. 66, whose √L cancels against that of the rms. Returns ‖w‖."""
     start = row_offset(row, Cin * TAPS, ALIGNED)
     square = tl.zeros([BLOCK], tl.float32)
     for first in range(0, Cin * TAPS, BLOCK):
@@ -30,20 +30,20 @@ def prepare_row(
         w = tl.load(w_ptr + start + offs, offs < Cin * TAPS, other=0.0)
         square += w * w
     length = tl.sqrt(tl.sum(square, axis=0))
-    tl.store(length_ptr + row, length)
     scale = gain / (length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS)
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_y, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
         w = tl.load(w_ptr + offs_w, mask, other=0.0)
         tl.store(y_ptr + offs_y, (w * scale).to(y_ptr.dtype.element_ty), mask)
+    return length
 
 
 @triton.jit
 def project_row(
-    g_ptr, w_ptr, length_ptr, dw_ptr, dgain_ptr, gain, row, row_out, Cin, Cout,
+    g_ptr, w_ptr, dw_ptr, length, gain, row, row_out, Cin, Cout,
     TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) with d = ‖w‖ + ε·√L, and this row's share ⟨w,g⟩/d of the gain's gradient."""
+    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) with d = ‖w‖ + ε·√L. Returns the row's share ⟨w,g⟩/d of the gain's gradient."""
     start = row_offset(row, Cin * TAPS, ALIGNED)
     product = tl.zeros([BLOCK // taps_block(TAPS), taps_block(TAPS)], tl.float32)
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
@@ -51,15 +51,14 @@ def project_row(
         w = tl.load(w_ptr + offs_w, mask, other=0.0)
         product += w * tl.load(g_ptr + offs_g, mask, other=0.0).to(tl.float32)
     dot = tl.sum(tl.sum(product, axis=1), axis=0)
-    length = tl.load(length_ptr + row)
     d = length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS
-    tl.store(dgain_ptr + row, dot / d)
     slope = dot / tl.where(length == 0, 1.0, length * d)  # ⟨w,g⟩ = 0 where w = 0
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_g, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
         w = tl.load(w_ptr + offs_w, mask, other=0.0)
         g = tl.load(g_ptr + offs_g, mask, other=0.0).to(tl.float32)
         tl.store(dw_ptr + offs_w, (g - w * slope) * (gain / d), mask)
+    return dot / d
 
 
 @triton.jit
@@ -103,7 +102,7 @@ def mp_weight_kernel(
     row = tl.program_id(0)
     gain = 1.0 if gain_ptr is None else tl.load(gain_ptr)
     row_out = qkv_row(row, Cout, HEADS) if HEADS else row
-    prepare_row(w_ptr, y_ptr, length_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+    tl.store(length_ptr + row, prepare_row(w_ptr, y_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK))
 
 
 def mp_weight_triton(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
@@ -117,25 +116,27 @@ def mp_weight_triton(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: 
 
 @triton.jit
 def mp_weight_backward_kernel(
-    g_ptr, w_ptr, length_ptr, gain_ptr, dw_ptr, dgain_ptr, Cin, Cout,
+    g_ptr, w_ptr, length_ptr, gain_ptr, dw_ptr, share_ptr, Cin, Cout,
     HEADS: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     gain = 1.0 if gain_ptr is None else tl.load(gain_ptr)
     row_out = qkv_row(row, Cout, HEADS) if HEADS else row
-    project_row(g_ptr, w_ptr, length_ptr, dw_ptr, dgain_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+    length = tl.load(length_ptr + row)
+    share = project_row(g_ptr, w_ptr, dw_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+    tl.store(share_ptr + row, share)
 
 
 def mp_weight_backward_triton(
     g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int
 ) -> tuple[Tensor, Tensor]:
     cout, cin = w.shape[:2]
-    w, dgains = w.contiguous(), w.new_empty(cout)
+    w, shares = w.contiguous(), w.new_empty(cout)
     dw = torch.empty_like(w)
-    args = (g.contiguous(), w, length, gain, dw, dgains, cin, cout)
+    args = (g.contiguous(), w, length, gain, dw, shares, cin, cout)
     constants = dict(HEADS=heads, TAPS=w[0, 0].numel(), ALIGNED=cin % 8 == 0, BLOCK=BLOCK)
     launch(mp_weight_backward_kernel, (cout,), *args, **constants, num_warps=4)
-    return dw, w.new_empty([]) if gain is None else dgains.sum().reshape(gain.shape)
+    return dw, w.new_empty([]) if gain is None else shares.sum().reshape(gain.shape)
 
 
 def _refuses(*args: Tensor | int | torch.dtype | None) -> str | None:

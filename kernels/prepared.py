@@ -1,0 +1,233 @@
+"""All weights of a network prepared together, once per optimizer step: few launches, and gradients in fp32.
+
+Forward and backward see only prepared weights; their gradients add up over any number of rounds, and are projected onto
+the raw weights once (the projection is linear). A program serves one row of one weight.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import eager
+from kernels.jit import launch, serves
+from kernels.rows import Addresses, pointer, row_programs
+from kernels.weight import BLOCK, prepare_row, project_row, qkv_row
+
+
+class PreparedWeight(NamedTuple):
+    """What the ops take in place of a weight: its value, and the fp32 leaf that receives its gradient.
+
+    `master` has the value's shape and no memory of its own. Autograd would cast a gradient to the type of the value.
+    """
+
+    value: Tensor
+    master: Tensor
+
+
+class RawWeight(NamedTuple):
+    """A raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]`, and how it is prepared: see `kernels.mp_weight`."""
+
+    weight: Tensor
+    dtype: torch.dtype
+    gain: Tensor | None = None
+    heads: int = 0
+
+
+class PreparedWeights:
+    """The prepared weights of `groups`, in `weights`: one for each group, its members one after the other along Cout.
+
+    `prepare` computes their values and forgets their gradients; `project` turns the gradients that have come since into
+    `.grad` of the raw weights and gains (views of `gradients`, one flat tensor), replacing what was there.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[RawWeight]]):
+        self.weights = [_empty(group) for group in groups]
+        members = [(i, raw) for i, group in enumerate(groups) for raw in group]
+        self.gradients, views = _flat_gradients([x for _, raw in members for x in (raw.weight, raw.gain) if x is not None])
+        classes = defaultdict(list)
+        firsts = [0] * len(groups)
+        for i, raw in members:
+            key = (raw.dtype, raw.weight[0, 0].numel(), raw.weight.shape[1] % 8 == 0)
+            dw = next(views)
+            dgain = None if raw.gain is None else next(views)
+            classes[key].append(_Member(raw, self.weights[i], firsts[i], dw, dgain))
+            firsts[i] += len(raw.weight)
+        self._classes = [_Class(key[1], key[2], members) for key, members in classes.items()]
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        for weight in self.weights:
+            weight.master.grad = None
+        for same in self._classes:
+            same.prepare()
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """RuntimeError if a prepared weight has had no gradient."""
+        if any(weight.master.grad is None for weight in self.weights):
+            raise RuntimeError("project() before backward(): a prepared weight has no gradient")
+        for same in self._classes:
+            same.project()
+            for member in same.members:
+                member.raw.weight.grad = member.dw
+                if member.dgain is not None:
+                    member.raw.gain.grad = member.dgain
+
+
+def _empty(group: Sequence[RawWeight]) -> PreparedWeight:
+    first = group[0]
+    shape = (first.weight[0, 0].numel(), sum(len(raw.weight) for raw in group), first.weight.shape[1])
+    value = first.weight.new_empty(shape, dtype=first.dtype, requires_grad=False)
+    master = first.weight.new_zeros([1], requires_grad=False).expand(shape)
+    return PreparedWeight(value, master.detach().requires_grad_())
+
+
+def _flat_gradients(tensors: Sequence[Tensor]):
+    """Memory for the gradients of all tensors, and views of it, each on a 32-byte boundary."""
+    sizes = [-(-x.numel() // 8) * 8 for x in tensors]
+    flat = tensors[0].new_zeros(sum(sizes), requires_grad=False)
+    parts = flat.split(sizes)
+    return flat, iter([part[: x.numel()].view(x.shape) for part, x in zip(parts, tensors)])
+
+
+class _Member(NamedTuple):
+    """A raw weight, the rows from `first` of the prepared one that it becomes, and its gradients."""
+
+    raw: RawWeight
+    prepared: PreparedWeight
+    first: int
+    dw: Tensor
+    dgain: Tensor | None
+
+
+class _Class:
+    """Weights that one launch can serve: of one type, number of taps and alignment."""
+
+    def __init__(self, taps: int, aligned: bool, members: list[_Member]):
+        self.members = members
+        weights = [m.raw.weight for m in members]
+        device, rows = weights[0].device, [len(w) for w in weights]
+        self.constants = dict(TAPS=taps, ALIGNED=aligned, BLOCK=BLOCK)
+        self.programs = row_programs(rows, device)
+        self.lengths = torch.zeros(sum(rows), device=device)
+        self.shapes = torch.tensor(
+            [[w.shape[1], len(w), m.prepared.value.shape[1], m.first, m.raw.heads] for w, m in zip(weights, members)],
+            dtype=torch.int32,
+        ).to(device)
+        starts = [sum(rows[:i]) for i, m in enumerate(members) if m.dgain is not None]
+        gained = [n for n, m in zip(rows, members) if m.dgain is not None]
+        self.gain_rows = torch.tensor([starts, gained], dtype=torch.int32).T.contiguous().to(device)
+        self.to_prepare, self.to_project, self.to_gains = Addresses(), Addresses(), Addresses()
+
+    def prepare(self) -> None:
+        if not serves(self.lengths):
+            return self._prepare_eager()
+        weights, values, gains = zip(*[(m.raw.weight, m.prepared.value, m.raw.gain) for m in self.members])
+        launch(
+            prepare_kernel, (len(self.programs),),
+            self.programs, self.shapes, self.to_prepare.table(weights, values, gains), self.lengths,
+            TYPE=_TYPES[values[0].dtype], **self.constants, num_warps=4, reached=(*weights, *self._own_rows(values)),
+        )  # fmt: skip
+
+    def _prepare_eager(self) -> None:
+        start = 0
+        for m in self.members:
+            stop = start + len(m.raw.weight)
+            value, self.lengths[start:stop] = eager.mp_weight(m.raw.weight, m.raw.gain, m.raw.dtype, m.raw.heads)
+            m.prepared.value[:, m.first : m.first + stop - start] = value
+            start = stop
+
+    def project(self) -> None:
+        if not serves(self.lengths):
+            return self._project_eager()
+        masters = [m.prepared.master.grad.contiguous() for m in self.members]
+        weights, dws, gains = zip(*[(m.raw.weight, m.dw, m.raw.gain) for m in self.members])
+        shares = torch.empty_like(self.lengths)
+        launch(
+            project_kernel, (len(self.programs),),
+            self.programs, self.shapes, self.to_project.table(masters, weights, dws, gains), self.lengths, shares,
+            **self.constants, num_warps=4, reached=(*self._own_rows(masters), *weights, *dws),
+        )  # fmt: skip
+        dgains = [m.dgain for m in self.members if m.dgain is not None]
+        if dgains:
+            table = self.to_gains.table(dgains)
+            launch(sum_rows_kernel, (len(dgains),), self.gain_rows, table, shares, BLOCK=BLOCK, num_warps=4, reached=dgains)
+
+    def _project_eager(self) -> None:
+        start = 0
+        for m in self.members:
+            stop = start + len(m.raw.weight)
+            g = m.prepared.master.grad[:, m.first : m.first + stop - start]
+            dw, dgain = eager.mp_weight_backward(g, m.raw.weight, self.lengths[start:stop], m.raw.gain, m.raw.heads)
+            m.dw.copy_(dw)
+            if m.dgain is not None:
+                m.dgain.copy_(dgain)
+            start = stop
+
+    def _own_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of prepared weights: the rows that belong to each member."""
+        return [x[:, m.first : m.first + len(m.raw.weight)] for x, m in zip(tensors, self.members)]
+
+
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@triton.jit
+def prepare_kernel(
+    programs, shapes, addresses, length_ptr,
+    TYPE: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes)
+    w_ptr, y_ptr = pointer(addresses, tensor * 3, tl.float32), pointer(addresses, tensor * 3 + 1, TYPE)
+    gain = gain_of(addresses, tensor * 3 + 2)
+    length = prepare_row(w_ptr, y_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+    tl.store(length_ptr + tl.program_id(0), length)
+
+
+@triton.jit
+def project_kernel(
+    programs, shapes, addresses, length_ptr, share_ptr,
+    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes)
+    g_ptr, w_ptr = pointer(addresses, tensor * 4, tl.float32), pointer(addresses, tensor * 4 + 1, tl.float32)
+    dw_ptr, gain = pointer(addresses, tensor * 4 + 2, tl.float32), gain_of(addresses, tensor * 4 + 3)
+    length = tl.load(length_ptr + tl.program_id(0))
+    share = project_row(g_ptr, w_ptr, dw_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+    tl.store(share_ptr + tl.program_id(0), share)
+
+
+@triton.jit
+def row_of_program(programs, shapes):
+    """Tensor and raw row of this program, the row of the prepared weight that it becomes, and that one's Cin and Cout."""
+    tensor, row = tl.load(programs + 2 * tl.program_id(0)), tl.load(programs + 2 * tl.program_id(0) + 1)
+    shape = shapes + 5 * tensor
+    Cin, rows, Cout, first, heads = tl.load(shape), tl.load(shape + 1), tl.load(shape + 2), tl.load(shape + 3), tl.load(shape + 4)
+    return tensor, row, first + tl.where(heads > 0, qkv_row(row, rows, tl.maximum(heads, 1)), row), Cin, Cout
+
+
+@triton.jit
+def gain_of(addresses, index):
+    """The gain at an address, 1 where there is none."""
+    return tl.load(pointer(addresses, index, tl.float32), tl.load(addresses + index) != 0, other=1.0)
+
+
+@triton.jit
+def sum_rows_kernel(ranges, addresses, share_ptr, BLOCK: tl.constexpr):
+    """The sum of one range of rows' shares: the gradient of a gain."""
+    start, rows = tl.load(ranges + 2 * tl.program_id(0)), tl.load(ranges + 2 * tl.program_id(0) + 1)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, rows, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        total += tl.load(share_ptr + start + offs, offs < rows, other=0.0)
+    tl.store(pointer(addresses, tl.program_id(0), tl.float32), tl.sum(total, axis=0))
+
+
+def unpack(w: Tensor | PreparedWeight) -> tuple[Tensor, Tensor | None]:
+    """The value of a weight, and the leaf for its gradient if that is another."""
+    return (w, None) if isinstance(w, Tensor) else w
