@@ -35,22 +35,26 @@ else:
         resample,
     )
 
-OPS = (
+__all__ = [
+    "FallbackWarning",
     "cat_silu",
+    "clear_fallbacks",
     "conv",
     "conv_cat_sum",
     "conv_silu",
     "conv_sum",
     "cosine_attention",
+    "coverage",
     "down_pixel_norm_silu",
+    "fallbacks",
     "linear",
     "mp_silu",
     "mp_sum",
     "mp_weight",
     "pixel_norm_silu",
     "resample",
-)
-__all__ = [*OPS, "FallbackWarning", "clear_fallbacks", "coverage", "fallbacks"]
+]
+OPS = [name for name in __all__ if name not in ("FallbackWarning", "clear_fallbacks", "coverage", "fallbacks")]
 
 
 def coverage(device: str = "cuda") -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Each function computes what an op `edm2::name` returns, the tensors that its derivative needs included; autograd does
 not see inside. The meaning is that of `kernels.reference`; the letters are those there, g is the gradient of an output
-and d… that of an input. Gradients of weights are fp32 at least.
+and d… that of an input. Gradients of weights are fp32 at least; a `master` is the leaf that receives one in place of
+the weight, for autograd only.
 """
 
 import math
@@ -60,7 +61,7 @@ def mp_weight_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None
     return dw.mul_(gain / d).view_as(w), (dot / d).sum().reshape(gain.shape)
 
 
-def linear(x: Tensor, w: Tensor) -> Tensor:
+def linear(x: Tensor, w: Tensor, master: Tensor | None) -> Tensor:
     return F.linear(x, w[0])
 
 
@@ -69,7 +70,7 @@ def linear_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return g @ w[0], dw.to(wide(w.dtype))[None]
 
 
-def conv(x: Tensor, w: Tensor) -> Tensor:
+def conv(x: Tensor, w: Tensor, master: Tensor | None = None) -> Tensor:
     return reference.conv(x, w).contiguous()
 
 
@@ -84,7 +85,7 @@ def conv_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1) -> tuple[Te
     return dx.permute(0, 2, 3, 1).contiguous(), dk.flatten(2).to(wide(w.dtype)).mul_(scale).permute(2, 0, 1).contiguous()
 
 
-def conv_silu(x: Tensor, w: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+def conv_silu(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor) -> tuple[Tensor, Tensor]:
     """Also u, the convolution before its modulation."""
     u = conv(x, w)
     return F.silu(u * m[:, None, None], inplace=True).mul_(SILU_SCALE), u
@@ -97,7 +98,9 @@ def conv_silu_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) ->
     return *conv_backward(g.mul_(m), x, w), dm
 
 
-def conv_sum(x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | None) -> Tensor:
+def conv_sum(
+    x: Tensor, w: Tensor, master: Tensor | None, residual: Tensor, t: float, clip: float | None
+) -> Tensor:
     scale, scale_conv = sum_scales(t)
     y = conv(x, w * scale_conv).add_(residual, alpha=scale)  # the weight is smaller than the output
     return y if clip is None else y.clamp_(-clip, clip)
@@ -123,8 +126,9 @@ def clip_backward(g: Tensor, y: Tensor | None, clip: float | None) -> Tensor:
 
 
 def conv_cat_sum(
-    x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, t: float, clip: float | None
-) -> Tensor:
+    x: Tensor, w: Tensor, master: Tensor | None, a: Tensor, b: Tensor, w_skip: Tensor, master_skip: Tensor | None,
+    cat_t: float, t: float, clip: float | None,
+) -> Tensor:  # fmt: skip
     """All factors scale the weights, and the 1×1 convolutions accumulate into the output of the 3×3."""
     w, w_a, w_b = _scaled_weights(w, w_skip, a, b, cat_t, t)[0]
     y = conv(x, w)

@@ -7,15 +7,17 @@ from torch.autograd.function import FunctionCtx
 from kernels import eager
 from kernels.checks import check_weight
 from kernels.registration import register
+from kernels.weight import Weight, split_gradient, unpack
 
 
-def linear(x: Tensor, w: Tensor) -> Tensor:
+def linear(x: Tensor, w: Weight) -> Tensor:
     """`x @ w[0].T`: x `[..., Cin]`, w `[1, Cout, Cin]` → `[..., Cout]`."""
+    w, master = unpack(w)
     check_weight("w", w, "x", x, taps=(1,))
-    return _linear(x, w)
+    return _linear(x, w, master)
 
 
-def _fake(x: Tensor, w: Tensor) -> Tensor:
+def _fake(x: Tensor, w: Tensor, master: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], w.shape[1])
 
 
@@ -23,7 +25,7 @@ def _fake_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), w.new_empty(w.shape, dtype=eager.wide(w.dtype))
 
 
-def _flops(x: tuple[int, ...], w: tuple[int, ...]) -> int:
+def _flops(x: tuple[int, ...], w: tuple[int, ...], master: tuple[int, ...] | None = None) -> int:
     rows = 1
     for size in x[:-1]:
         rows *= size
@@ -37,7 +39,13 @@ _linear_backward = register(
 
 
 def _save(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    x, w, ctx.master = inputs
+    ctx.save_for_backward(x, w)
 
 
-_linear.register_autograd(lambda ctx, g: _linear_backward(g.contiguous(), *ctx.saved_tensors), setup_context=_save)
+def _autograd(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dw = _linear_backward(g.contiguous(), *ctx.saved_tensors)
+    return dx, *split_gradient(dw, ctx.master)
+
+
+_linear.register_autograd(_autograd, setup_context=_save)

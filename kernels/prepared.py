@@ -16,17 +16,7 @@ from torch import Tensor
 from kernels import eager
 from kernels.jit import launch, serves
 from kernels.rows import Addresses, pointer, row_programs
-from kernels.weight import BLOCK, prepare_row, project_row, qkv_row
-
-
-class PreparedWeight(NamedTuple):
-    """What the ops take in place of a weight: its value, and the fp32 leaf that receives its gradient.
-
-    `master` has the value's shape and no memory of its own. Autograd would cast a gradient to the type of the value.
-    """
-
-    value: Tensor
-    master: Tensor
+from kernels.weight import BLOCK, PreparedWeight, prepare_row, project_row, qkv_row
 
 
 class RawWeight(NamedTuple):
@@ -226,8 +216,3 @@ def sum_rows_kernel(ranges, addresses, share_ptr, BLOCK: tl.constexpr):
         offs = first + tl.arange(0, BLOCK)
         total += tl.load(share_ptr + start + offs, offs < rows, other=0.0)
     tl.store(pointer(addresses, tl.program_id(0), tl.float32), tl.sum(total, axis=0))
-
-
-def unpack(w: Tensor | PreparedWeight) -> tuple[Tensor, Tensor | None]:
-    """The value of a weight, and the leaf for its gradient if that is another."""
-    return (w, None) if isinstance(w, Tensor) else w

@@ -4,6 +4,8 @@ One program per row of a weight `[Cout, Cin, k, k]`, in two passes: the second f
 the length of a raw row. `kernels.prepared` runs the same row functions over all weights of a network.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,30 @@ from torch.autograd.function import FunctionCtx
 from kernels import eager
 from kernels.jit import EPS, launch
 from kernels.registration import register
+
+
+class PreparedWeight(NamedTuple):
+    """What the ops take in place of a weight: its value, and the fp32 leaf that receives its gradient.
+
+    `master` has the value's shape and no memory of its own. Autograd would cast a gradient to the type of the value.
+    """
+
+    value: Tensor
+    master: Tensor
+
+
+Weight = Tensor | PreparedWeight
+
+
+def unpack(w: Weight) -> tuple[Tensor, Tensor | None]:
+    """The value of a weight, and the leaf for its gradient if that is another."""
+    return (w, None) if isinstance(w, Tensor) else w
+
+
+def split_gradient(dw: Tensor, master: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a weight's value and of its master."""
+    return (dw, None) if master is None else (None, dw)
+
 
 BLOCK = 2048  # elements per iteration: with 4 warps, 16 per thread, so that many rows are in flight per multiprocessor
 
