@@ -104,9 +104,11 @@ def failed(result: dict[str, Any], why: str) -> dict[str, Any]:
 def start_compiling(source: Source, names: Sequence[str]) -> list[BaseProcess]:
     """Compile the cases of these names into Inductor's cache on disk, each in a process of its own.
 
-    Together they take no more than three quarters of the GPU's memory; one that runs out of it ends early.
+    They leave some of the GPU's memory to others. The first may take the most, since a backward is only compiled when
+    its forward has run; one that runs out of memory ends early.
     """
-    processes = [SPAWN.Process(target=_compile, args=(source, name, 0.75 / len(names)), daemon=True) for name in names]
+    shares = [0.6] + [0.25 / max(1, len(names) - 1)] * len(names)
+    processes = [SPAWN.Process(target=_compile, args=(source, *each), daemon=True) for each in zip(names, shares)]
     for process in processes:
         process.start()
     return processes
