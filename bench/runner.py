@@ -135,13 +135,13 @@ def _check(
     facts: dict[str, Any] = {"error": error, "tolerance": case.tolerance}
     if not error <= case.tolerance:
         facts["failure"] = f"error {error:.2e} above {case.tolerance}"
-    return facts | (_kernels_used() if name == OURS else {}), output
+    return facts | (_kernels_used(device) if name == OURS else {}), output
 
 
-def _kernels_used() -> dict[str, Any]:
+def _kernels_used(device: torch.device) -> dict[str, Any]:
     """Which implementation served each op; a failure if any was another than `kernels.coverage` says."""
     fallen = "; ".join(f"op {op} fell back: {why}" for op, why in kernels.fallbacks().items())
-    return {"coverage": kernels.coverage()} | ({"failure": fallen} if fallen else {})
+    return {"coverage": kernels.coverage(device.type)} | ({"failure": fallen} if fallen else {})
 
 
 def _time(case: Case, candidates: dict[str, Any], results: dict[str, dict[str, Any]], device: torch.device, runs: int) -> None:
