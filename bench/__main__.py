@@ -1,8 +1,6 @@
 """`python -m bench`: measure, or count where there is no GPU."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,10 +8,11 @@ import click
 
 from bench import cases
 from bench.case import Case
+from bench.gpu import run as run_gpu
 from bench.ledger import CANDIDATES, count, table
 from bench.machine import slug
 from bench.report import differences, update
-from bench.runner import line, run_cases
+from bench.runner import CEILINGS, run_cases
 from edm2.cli.common import Float, Group, ImageCount
 from edm2.errors import UserError
 from edm2.presets import get_preset
@@ -51,17 +50,24 @@ def measuring(name: str, help: str):
     return register
 
 
-def measure(selected: Iterable[Case], budget: float, only: str, dry_run: bool) -> list[dict]:
+def measure(selected: Iterable[Case], budget: float, only: str, dry_run: bool) -> None:
     """Run the cases, or their rehearsal, in the order given."""
-    ceilings = [case for case in cases.gpu_cases() if case.name in ("kernels/copy", "kernels/gemm/square")]
+    ceilings = [case for case in cases.gpu_cases() if case.name in CEILINGS]
     selected = list(selected)
     if dry_run:
         groups = {case.group for case in selected}
         selected, ceilings = [case for case in cases.rehearsal_cases() if case.group in groups], []
     names = {case.name for case in ceilings}
     chosen = [case for case in selected if only in case.name and case.name not in names]
-    outdir = Path("out/rehearsal") if dry_run else RESULTS / slug()
-    return run_cases([*ceilings, *chosen], outdir, budget, runs=3 if dry_run else 20)
+    run_cases([*ceilings, *chosen], out_folder(dry_run), budget, runs_of(dry_run))
+
+
+def out_folder(dry_run: bool) -> Path:
+    return Path("out/rehearsal") if dry_run else RESULTS / slug()
+
+
+def runs_of(dry_run: bool) -> int:
+    return 3 if dry_run else 20
 
 
 for group, text in GROUPS.items():
@@ -73,11 +79,9 @@ for group, text in GROUPS.items():
 
 @measuring("gpu", "All that a GPU should tell in a few minutes, the most important first: tests, baselines, this project.")
 def gpu(budget: float, only: str, dry_run: bool) -> None:
-    tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"], capture_output=True, text=True)
-    click.echo(f"pytest -m gpu: {(tests.stdout.strip().splitlines() or ['pytest is not installed'])[-1]}")
-    results = measure(cases.gpu_cases(), budget, only, dry_run)
-    training = [r for r in results if r["group"] == "train"]
-    click.echo("\n" + "\n".join(map(line, [*training[:1], *(r for r in results if r not in training[:1])])))
+    source = cases.rehearsal_cases if dry_run else cases.gpu_cases
+    chosen = [case for case in source() if only in case.name or (not dry_run and case.name in CEILINGS)]
+    run_gpu(source, chosen, out_folder(dry_run), budget, runs_of(dry_run))
 
 
 @main.command()

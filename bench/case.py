@@ -22,6 +22,8 @@ class Case:
     tolerance: float = 2e-2  # relative 2-norm against the reference, fp16
     needs_gpu: bool = True
     flush: bool = True
+    warmup: int = 3  # calls before the timed ones, besides the one that is checked
+    compiles: bool = False  # worth compiling ahead, beside other cases
 
     @property
     def group(self) -> str:

@@ -9,8 +9,10 @@ from dataclasses import replace
 
 from bench.case import Case
 from bench.library import attention_case, conv_cases, copy_case, gemm_case, library_cases
-from bench.models import block_case, compiled_case, optimizer_case, sample_case, train_case
+from bench.models import block_case, compiled_case, optimizer_case, train_case
+from bench.sampling import sample_case
 
+STEPS = 32  # as published: 63 evaluations
 PRESETS = [f"edm2-img512-{size}" for size in ("s", "xs", "m", "l", "xl", "xxl", "xxs")]
 
 
@@ -25,7 +27,16 @@ def group_cases(group: str) -> Iterator[Case]:
         yield from (train_case(preset, batch) for preset in PRESETS for batch in (256, 64, 32))
     elif group == "sample":
         yield sample_case("digits", 100, needs_gpu=False)
-        yield from (sample_case(preset, batch) for preset in PRESETS for batch in (1, 8, 64))
+        yield sample_case("digits", 100, steps=18, decoded=True, needs_gpu=False)
+        for preset in PRESETS:
+            yield from (sample_case(preset, batch) for batch in (1, 8, 64))
+            yield from (sample_case(preset, batch, guided=True) for batch in (1, 8, 64))
+            yield from (sample_case(preset, batch, mode="reduce-overhead") for batch in (1, 8))
+            for batch in (8, 1, 64):
+                yield sample_case(preset, batch, steps=STEPS)
+                yield sample_case(preset, batch, steps=STEPS, guided=True)
+                yield sample_case(preset, batch, steps=STEPS, decoded=True)
+                yield sample_case(preset, batch, steps=STEPS, guided=True, decoded=True)
     elif group == "optimizer":
         yield optimizer_case("digits", needs_gpu=False)
         yield from map(optimizer_case, PRESETS)
@@ -41,6 +52,10 @@ def rehearsal_cases() -> Iterator[Case]:
     yield block_case("digits", 2, needs_gpu=False)
     yield train_case("digits", 8, needs_gpu=False)
     yield sample_case("digits", 8, needs_gpu=False)
+    yield sample_case("digits", 8, guided=True, needs_gpu=False)
+    yield sample_case("digits", 1, mode="reduce-overhead", needs_gpu=False)
+    yield sample_case("digits", 8, steps=2, guided=True, needs_gpu=False)
+    yield sample_case("digits", 8, steps=2, decoded=True, needs_gpu=False)
     yield optimizer_case("digits", needs_gpu=False)
 
 
@@ -51,11 +66,16 @@ def gpu_cases() -> Iterator[Case]:
     yield train_case("edm2-img512-s", 256)
     for batch in (1, 8, 64):
         yield sample_case("edm2-img512-s", batch)
+    yield sample_case("edm2-img512-s", 8, steps=STEPS)
+    yield sample_case("edm2-img512-s", 1, mode="reduce-overhead")
     yield block_case("edm2-img512-s", 256)
     yield optimizer_case("edm2-img512-s")
-    for mode in ("reduce-overhead", "max-autotune"):
-        yield compiled_case("edm2-img512-s", 256, mode)
+    yield sample_case("edm2-img512-s", 8, guided=True)
+    yield sample_case("edm2-img512-s", 8, steps=STEPS, guided=True)
+    yield sample_case("edm2-img512-s", 8, steps=STEPS, decoded=True)
+    yield compiled_case("edm2-img512-s", 256, "reduce-overhead")
     yield from (case for case in library_cases() if case.name not in ("kernels/copy", "kernels/gemm/square"))
     for preset in ("edm2-img512-xs", "edm2-img512-m", "edm2-img512-l", "edm2-img512-xl", "edm2-img512-xxl"):
         for batch in (64, 32, 16):
             yield train_case(preset, batch)
+    yield compiled_case("edm2-img512-s", 256, "max-autotune")  # minutes of compilation, for one figure

@@ -21,15 +21,20 @@ class Timing:
 
 
 def measure_in_turn(
-    candidates: Sequence[Callable[[], object]], device: torch.device, runs: int = 20, seconds: float = 3.0, flush: bool = True
+    candidates: Sequence[Callable[[], object]],
+    device: torch.device,
+    runs: int = 20,
+    seconds: float = 3.0,
+    flush: bool = True,
+    warmup: int = 3,
 ) -> list[Timing]:
-    """Time each candidate after three warm-up calls, each time with a cold L2 cache if `flush`.
+    """Time each candidate after `warmup` calls, each time with a cold L2 cache if `flush`.
 
     In turn, A B A B …, so that a machine whose speed drifts treats all alike. At most `runs` times each, and no longer
     than about `seconds` each, but at least three times.
     """
     for run in candidates:
-        for _ in range(3):
+        for _ in range(warmup):
             run()
     timer = _cuda_timer(flush) if device.type == "cuda" else _cpu_timer
     start, times = time.perf_counter(), [[] for _ in candidates]

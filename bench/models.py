@@ -1,11 +1,15 @@
-"""Blocks, training steps, evaluations and optimizers: this project against what PyTorch makes of the same network."""
+"""Blocks, training steps and optimizers: this project against what PyTorch makes of the same network."""
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +17,8 @@ from torch import Tensor
 import edm2
 from bench.baseline import Baseline, BaselineOptimizer
 from bench.case import Candidates, Case, data_size
+from edm2.data import ImageDataset, batches
+from edm2.latents import Encoder, encoder_for
 from edm2.summary import multiply_adds
 
 
@@ -22,7 +28,7 @@ def block_case(preset: str, batch: int, level: int = 0, needs_gpu: bool = True) 
 
     def build(device: torch.device) -> Candidates:
         dtype = torch.float16 if device.type == "cuda" else torch.float32
-        net = _network(preset, device).train()
+        net = make_network(preset, device).train()
         block = [b for name, b in net.unet.enc.items() if name.startswith(f"{resolution}x{resolution}_block")][-1]
         channels, emb_channels = block.conv_res1.weight.shape[0], block.emb_linear.weight.shape[1]
         x = torch.randn(batch, channels, resolution, resolution, device=device, dtype=dtype)
@@ -41,7 +47,7 @@ def block_case(preset: str, batch: int, level: int = 0, needs_gpu: bool = True) 
             return step
 
         plain, fast = Baseline(net), Baseline(net, fast=True)
-        compiled = torch.compile(lambda x, emb: fast.block(block, x, emb), fullgraph=True, backend=backend(device))
+        compiled = compile_for(device, lambda x, emb: fast.block(block, x, emb))
         last = x.contiguous(memory_format=torch.channels_last)
         nhwc = x.permute(0, 2, 3, 1).contiguous()
         return {
@@ -52,54 +58,42 @@ def block_case(preset: str, batch: int, level: int = 0, needs_gpu: bool = True) 
         }
 
     facts = {"preset": preset, "batch": batch, "resolution": resolution}
-    return Case(f"block/{preset}/{resolution}x{resolution}/n{batch}", build, images=batch, facts=facts, needs_gpu=needs_gpu)
+    name = f"block/{preset}/{resolution}x{resolution}/n{batch}"
+    return Case(name, build, images=batch, facts=facts, needs_gpu=needs_gpu, compiles=True)
 
 
 def train_case(preset: str, batch: int, needs_gpu: bool = True) -> Case:
     """Forward, loss, backward and optimizer of a training step; the reference is the published form."""
 
     def build(device: torch.device) -> Candidates:
-        inputs = _inputs(preset, batch, device)
+        inputs = make_inputs(preset, batch, device)
         return {
             "eager": _Step(preset, device, inputs, Baseline, BaselineOptimizer),
             "eager channels-last": _Step(preset, device, inputs, lambda net: Baseline(net, fast=True), BaselineOptimizer),
-            compile_name(device): _Step(preset, device, inputs, _compiled, BaselineOptimizer),
+            compile_name(device): _Step(preset, device, inputs, compiled_baseline, BaselineOptimizer),
             "edm2": _Step(preset, device, inputs, lambda net: net, edm2.EDM2Optimizer),
         }
 
-    flops = 6.0 * _macs(preset) * batch
+    flops = 6.0 * macs(preset) * batch
     facts = {"preset": preset, "batch": batch}
-    return Case(f"train/{preset}/n{batch}", build, flops, images=batch, facts=facts, needs_gpu=needs_gpu, flush=False)
+    name = f"train/{preset}/n{batch}"
+    return Case(name, build, flops, images=batch, facts=facts, needs_gpu=needs_gpu, flush=False, compiles=True)
 
 
 def compiled_case(preset: str, batch: int, mode: str) -> Case:
     """A training step under a slower-compiling mode of `torch.compile`, a case of its own: minutes of compilation."""
 
     def build(device: torch.device) -> Candidates:
-        inputs = _inputs(preset, batch, device)
+        inputs = make_inputs(preset, batch, device)
         return {
             "eager channels-last": _Step(preset, device, inputs, lambda net: Baseline(net, fast=True), BaselineOptimizer),
-            f"compile {mode}": _Step(preset, device, inputs, lambda net: _compiled(net, mode), BaselineOptimizer),
+            compile_name(device, mode): _Step(preset, device, inputs, lambda net: compiled_baseline(net, mode), BaselineOptimizer),
         }
 
     facts = {"preset": preset, "batch": batch, "mode": mode}
-    flops = 6.0 * _macs(preset) * batch
-    return Case(f"train/{preset}/n{batch}/{mode}", build, flops, images=batch, facts=facts, flush=False)
-
-
-def sample_case(preset: str, batch: int, needs_gpu: bool = True) -> Case:
-    """One evaluation of the network, as a sampler makes it."""
-
-    def build(device: torch.device) -> Candidates:
-        net, inputs = _network(preset, device).eval().requires_grad_(False), _inputs(preset, batch, device)
-        models = {"eager": Baseline(net), "eager channels-last": Baseline(net, fast=True), "edm2": net}
-        models[compile_name(device)] = _compiled(net)
-        arguments = inputs["images"], inputs["sigma"], inputs["labels"]
-        return {name: torch.no_grad()(lambda model=model: model(*arguments)) for name, model in models.items()}
-
-    flops = 2.0 * _macs(preset) * batch
-    facts = {"preset": preset, "batch": batch}
-    return Case(f"sample/{preset}/n{batch}", build, flops, images=batch, facts=facts, needs_gpu=needs_gpu, flush=False)
+    flops = 6.0 * macs(preset) * batch
+    warm = mode != "max-autotune"  # it chooses by timing, and must have the GPU to itself
+    return Case(f"train/{preset}/n{batch}/{mode}", build, flops, images=batch, facts=facts, flush=False, compiles=warm)
 
 
 def optimizer_case(preset: str, needs_gpu: bool = True) -> Case:
@@ -107,7 +101,7 @@ def optimizer_case(preset: str, needs_gpu: bool = True) -> Case:
 
     def build(device: torch.device) -> Candidates:
         def stepper(optimizer_type: type) -> Callable[[], Any]:
-            net = _network(preset, device)
+            net = make_network(preset, device)
             optimizer = optimizer_type(net)
             generator = torch.Generator(device).manual_seed(0)
             for p in net.parameters():
@@ -123,11 +117,11 @@ def optimizer_case(preset: str, needs_gpu: bool = True) -> Case:
 
 
 @lru_cache
-def _macs(preset: str) -> int:
+def macs(preset: str) -> int:
     return multiply_adds(lambda: edm2.build(preset, *data_size(preset)))
 
 
-def _network(preset: str, device: torch.device) -> edm2.Precond:
+def make_network(preset: str, device: torch.device) -> edm2.Precond:
     """The same weights each time, gains non-zero."""
     torch.manual_seed(0)
     with device:
@@ -139,7 +133,7 @@ def _network(preset: str, device: torch.device) -> edm2.Precond:
     return net
 
 
-def _inputs(preset: str, batch: int, device: torch.device) -> dict[str, Tensor]:
+def make_inputs(preset: str, batch: int, device: torch.device) -> dict[str, Tensor]:
     resolution, channels, classes = data_size(preset)
     generator = torch.Generator(device).manual_seed(0)
     images, noise = torch.randn(2, batch, channels, resolution, resolution, generator=generator, device=device) / 2
@@ -148,20 +142,42 @@ def _inputs(preset: str, batch: int, device: torch.device) -> dict[str, Tensor]:
     return {"images": images, "sigma": sigma, "noise": noise, "labels": labels}
 
 
-def _compiled(net: edm2.Precond, mode: str | None = None) -> torch.nn.Module:
+def compiled_baseline(net: edm2.Precond, mode: str | None = None) -> Callable:
     """`torch.compile` of the baseline in its best layout."""
-    device = next(net.parameters()).device
-    return torch.compile(Baseline(net, fast=True), fullgraph=True, backend=backend(device), mode=mode)
+    return compile_for(next(net.parameters()).device, Baseline(net, fast=True), mode)
 
 
-def backend(device: torch.device) -> str:
-    """What compiles: without a GPU only the tracing, so that a rehearsal needs no C++ compiler."""
-    return "inductor" if device.type == "cuda" else "aot_eager"
+def compile_for(device: torch.device, function: Callable, mode: str | None = None) -> Callable:
+    """`torch.compile` for fixed sizes; without a GPU only the tracing, so that a rehearsal needs no C++ compiler."""
+    on_gpu = device.type == "cuda"
+    backend, mode = ("inductor", mode) if on_gpu else ("aot_eager", None)
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend, mode=mode)
 
 
-def compile_name(device: torch.device) -> str:
-    """The name of the compiled candidate; on a CPU it is no baseline."""
-    return "compile" if device.type == "cuda" else "traced, not compiled"
+def compile_name(device: torch.device, mode: str | None = None) -> str:
+    """The name of a compiled candidate; on a CPU it is no baseline."""
+    name = "compile" if device.type == "cuda" else "traced, not compiled"
+    return name if mode is None else f"{name} {mode}"
+
+
+@lru_cache(maxsize=1)
+def data_stream(preset: str, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]], Encoder]:
+    """The training loop's own stream of batches, of `batch` random images that it keeps decoded in memory."""
+    resolution, channels, classes = data_size(preset)
+    random = np.random.RandomState(0)
+    with TemporaryDirectory() as folder:
+        names = [f"{i}.npy" for i in range(batch)]
+        for name in names:
+            if channels == 4:  # latents: means and standard deviations
+                image = random.rand(8, resolution, resolution).astype(np.float32)
+            else:
+                image = random.randint(0, 256, (channels, resolution, resolution)).astype(np.uint8)
+            np.save(Path(folder) / name, image)
+        labels = [[name, classes - 1 - i % classes] for i, name in enumerate(names)]
+        (Path(folder) / "dataset.json").write_text(json.dumps({"labels": labels}))
+        dataset = ImageDataset(folder)
+        encoder, _ = encoder_for(dataset.image_shape[0], dataset.dtype)
+        return batches(dataset, 0, 0, batch), encoder
 
 
 class _Step:
@@ -180,7 +196,7 @@ class _Step:
 
     def forward(self) -> Tensor:
         if self._state is None:  # built at the first call, so that candidates do not share the memory
-            self._state = self._make(_network(self._preset, self.device).train())
+            self._state = self._make(make_network(self._preset, self.device).train())
         model, optimizer = self._state
         optimizer.zero_grad()
         return edm2.denoising_loss(model, **self.inputs)
@@ -191,9 +207,14 @@ class _Step:
     def step(self) -> None:
         self._state[1].step(1e-4, 2**20, len(self.inputs["images"]))
 
+    def fetch(self) -> Tensor:
+        stream, encoder = data_stream(self._preset, len(self.inputs["images"]))
+        images, _ = (x.to(self.device, non_blocking=True) for x in next(stream))
+        return encoder.encode(images, self.inputs["noise"] if encoder.draws_noise else None)
+
     def parts(self, runs: int = 5) -> dict[str, float]:
-        """Median seconds of each phase, the device waited for in between."""
-        times: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
+        """Median seconds of each phase, the device waited for in between; `data` fetches, moves and encodes a batch."""
+        times: dict[str, list[float]] = {"data": [], "forward": [], "backward": [], "optimizer": []}
 
         def timed(name: str, run: Callable, *args: Any) -> Any:
             start = time.perf_counter()
@@ -204,6 +225,7 @@ class _Step:
             return result
 
         for _ in range(runs):
+            timed("data", self.fetch)
             timed("backward", self.backward, timed("forward", self.forward))
             timed("optimizer", self.step)
         return {name: median(values) for name, values in times.items()}

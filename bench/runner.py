@@ -3,8 +3,9 @@
 import gc
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import click
 import torch
 from torch import Tensor
 
+import kernels
 from bench.case import Case
 from bench.machine import describe, peak_flops
 from bench.measure import measure_in_turn
@@ -19,15 +21,23 @@ from edm2.backends import full_precision
 from edm2.files import make_folder, replacing
 
 CEILINGS = {"kernels/gemm/square": "TFLOP/s", "kernels/copy": "GB/s"}
+OURS = "edm2"  # the candidate that is this project
+UNFINISHED = "did not finish"
 
 
-def run_cases(cases: Iterable[Case], outdir: Path, budget: float, runs: int = 20) -> list[dict[str, Any]]:
+Save = Callable[[dict[str, Any]], None]
+
+
+def run_cases(
+    cases: Iterable[Case], outdir: Path, budget: float, runs: int = 20, run: Callable[..., dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
     """Measure the cases in order until `budget` seconds are over; returns the results, each also a file in `outdir`.
 
-    A candidate that fails, or whose output is off, is reported so and without a speed.
+    A candidate that fails, or whose output is off, is reported so and without a speed. A file is written anew with
+    every candidate. `run` takes the place of `run_case`.
     """
     full_precision()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = this_device()
     machine, start = describe(), time.monotonic()
     ceilings: dict[str, float] = {}
     results = []
@@ -38,66 +48,124 @@ def run_cases(cases: Iterable[Case], outdir: Path, budget: float, runs: int = 20
         if case.needs_gpu and device.type != "cuda":
             click.echo(f"{case.name}: left out, needs a GPU", err=True)
             continue
-        result = run_case(case, device, ceilings, runs)
+        path = outdir / f"{case.name.replace('/', '_')}.json"
+        save = partial(_save, path, {"machine": machine, "ceilings": dict(ceilings)})
+        result = (run or run_case)(case, device, ceilings, runs, save)
         if case.name in CEILINGS:
             unit = CEILINGS[case.name]
             ceilings[unit] = max((c[unit] for c in result["candidates"].values() if unit in c), default=0.0)
         result |= {"machine": machine, "ceilings": dict(ceilings)}
-        write(outdir / f"{case.name.replace('/', '_')}.json", result)
+        write(path, result)
         click.echo(line(result))
         results.append(result)
+        if broken(device):
+            click.echo("the device is unusable after an error: stopping here", err=True)
+            break
     return results
 
 
-def run_case(case: Case, device: torch.device, ceilings: dict[str, float], runs: int) -> dict[str, Any]:
+def this_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run_case(case: Case, device: torch.device, ceilings: dict[str, float], runs: int, save: Save) -> dict[str, Any]:
     """Check every candidate of a case against the first, and time those that are right.
 
     On a CPU, whose speed drifts, in turn; on a GPU one after the other, so that each has the memory for itself.
+    `save` is given the result so far before each candidate, which stands in it as UNFINISHED.
     """
-    candidates, reference = case.build(device), None
-    results: dict[str, dict[str, Any]] = {}
+    result = blank(case)
+    _free(device)
+    try:
+        candidates = dict(case.build(device))
+    except Exception as e:  # whatever it is, the other cases go on
+        result["candidates"]["all"] = {"failure": reason(e)}
+        return result
+    checked, reference = {}, None
     for name in list(candidates):
-        try:
-            results[name], output = _check(case, candidates[name], device, reference)
-            reference = output if reference is None else reference
-            if device.type == "cuda":
-                _time(case, {name: candidates[name]}, results, device, runs)
-        except (RuntimeError, torch.OutOfMemoryError) as e:
-            results[name] = {"failure": (str(e).splitlines() or [type(e).__name__])[0][:300]}
-        if device.type == "cuda" or "failure" in results[name]:
+        result["candidates"][name] = {"failure": UNFINISHED}
+        save(result)
+        checked[name], output = _attempt(case, name, candidates[name], device, reference, runs)
+        reference = output if reference is None else reference
+        if device.type == "cuda" or "failure" in checked[name]:
+            result["candidates"][name] = checked[name] | _shares(case, checked[name], ceilings)
             del candidates[name]
+            if broken(device):
+                result["candidates"] |= {rest: {"failure": f"not run: {name} left the device unusable"} for rest in candidates}
+                return result
             _free(device)
-    if candidates:
-        _time(case, candidates, results, device, runs)
-    for facts in results.values():
-        facts |= _shares(case, facts, ceilings)
-    return {"case": case.name, "group": case.group, **case.facts, "flops": case.flops, "bytes": case.bytes, "candidates": results}
+    _time(case, candidates, checked, device, runs)
+    result["candidates"] = {name: facts | _shares(case, facts, ceilings) for name, facts in checked.items()}
+    return result
 
 
-def _check(case: Case, run, device: torch.device, reference: Tensor | None) -> tuple[dict[str, Any], Tensor | None]:
+def blank(case: Case) -> dict[str, Any]:
+    """The result of a case before any candidate."""
+    return {"case": case.name, "group": case.group, **case.facts, "flops": case.flops, "bytes": case.bytes, "candidates": {}}
+
+
+def _attempt(
+    case: Case, name: str, run: Callable[[], Any], device: torch.device, reference: Tensor | None, runs: int
+) -> tuple[dict[str, Any], Tensor | None]:
+    """What a candidate comes to, whatever it raises, and its first output; on a GPU with its timing."""
+    try:
+        facts, output = _check(case, name, run, device, reference)
+        if device.type == "cuda":
+            _time(case, {name: run}, {name: facts}, device, runs)
+    except Exception as e:  # a compiler's errors have no common base
+        return {"failure": reason(e)}, None
+    return facts, output
+
+
+def reason(e: Exception) -> str:
+    """The first line of an error."""
+    return (str(e).splitlines() or [type(e).__name__])[0][:300]
+
+
+def _check(
+    case: Case, name: str, run: Callable[[], Any], device: torch.device, reference: Tensor | None
+) -> tuple[dict[str, Any], Tensor | None]:
     """The error of a candidate's first output, and that output in fp32 on the CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    kernels.clear_fallbacks()
     output = run()
     output = output.float().cpu() if isinstance(output, Tensor) else None
     error = 0.0 if reference is None or output is None else _relative_error(output, reference)
     facts: dict[str, Any] = {"error": error, "tolerance": case.tolerance}
     if not error <= case.tolerance:
         facts["failure"] = f"error {error:.2e} above {case.tolerance}"
-    return facts, output
+    return facts | (_kernels_used(device) if name == OURS else {}), output
+
+
+def _kernels_used(device: torch.device) -> dict[str, Any]:
+    """Which implementation served each op; a failure if any was another than `kernels.coverage` says."""
+    fallen = "; ".join(f"op {op} fell back: {why}" for op, why in kernels.fallbacks().items())
+    return {"coverage": kernels.coverage(device.type)} | ({"failure": fallen} if fallen else {})
 
 
 def _time(case: Case, candidates: dict[str, Any], results: dict[str, dict[str, Any]], device: torch.device, runs: int) -> None:
     """Add timings to the results of the candidates that are right."""
     right = {name: run for name, run in candidates.items() if "failure" not in results[name]}
-    timings = measure_in_turn(list(right.values()), device, runs, flush=case.flush) if right else []
+    timings = measure_in_turn(list(right.values()), device, runs, flush=case.flush, warmup=case.warmup) if right else []
     for (name, run), timing in zip(right.items(), timings):
         parts = {"parts": run.parts()} if hasattr(run, "parts") else {}
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
         results[name] |= asdict(timing) | parts | {"peak_memory": peak}
 
 
+def broken(device: torch.device) -> bool:
+    """Has an error left the device unusable for this process? After an illegal access every later call fails."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def _free(device: torch.device) -> None:
+    torch.compiler.reset()  # what was compiled keeps its network
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -119,6 +187,10 @@ def _shares(case: Case, facts: dict[str, Any], ceilings: dict[str, float]) -> di
         if case.group == "train" and peak_flops():
             shares["MFU"] = case.flops / facts["median"] / peak_flops()
     return rates | shares
+
+
+def _save(path: Path, head: dict[str, Any], result: dict[str, Any]) -> None:
+    write(path, result | head)
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from bench import cases
+from bench.case import Case
 from edm2.backends import full_precision, keep_freed_memory
+from edm2.errors import UserError
 
 CPU_CASES = [next(cases.group_cases(group)) for group in ("train", "sample", "optimizer")]  # the digits
 BY_GROUP = {
@@ -14,19 +16,29 @@ BY_GROUP = {
     "optimizer": ("eager", "edm2"),
     "kernels": (None,),  # a library's only candidate
 }
-PAIRS = [(case, name) for case in (*CPU_CASES, *cases.gpu_cases()) for name in BY_GROUP[case.group]]
+
+
+def candidates_of(case: Case) -> tuple[str | None, ...]:
+    mode = case.facts.get("mode")
+    return BY_GROUP[case.group] if mode is None else ("eager channels-last", f"compile {mode}")
+
+
+PAIRS = [(case, name) for case in (*CPU_CASES, *cases.gpu_cases()) for name in candidates_of(case)]
 
 
 @pytest.mark.parametrize(("case", "candidate"), PAIRS, ids=lambda x: getattr(x, "name", x) or "library")
 def test_case(benchmark, case, candidate):
     if case.needs_gpu and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if candidate == "compile" and not torch.cuda.is_available():
+    if candidate and candidate.startswith("compile") and not torch.cuda.is_available():
         pytest.skip("compiling for a CPU is no baseline")
     full_precision()
     keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    candidates = case.build(device)
+    try:
+        candidates = case.build(device)
+    except UserError as e:
+        pytest.skip(str(e))
     run = next(iter(candidates.values())) if candidate is None else candidates[candidate]
 
     def synchronised() -> None:

@@ -1,6 +1,8 @@
 """The baselines equal the project, and the ledger counts what is run."""
 
 import json
+import os
+import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -10,12 +12,18 @@ import torch
 from click.testing import CliRunner
 
 import edm2
+import kernels.fallback
+from bench import gpu
 from bench.__main__ import main
 from bench.baseline import Baseline, BaselineOptimizer
 from bench.case import Case
+from bench.isolated import Isolated, finish, start_compiling
 from bench.ledger import Entry, Recorder, count
 from bench.library import conv_shapes
+from bench.models import compile_for, data_stream, make_inputs, make_network
 from bench.runner import run_cases
+from bench.sampling import sample_case
+from edm2.backends import full_precision
 from tests.conftest import relative_error, tiny_net
 
 
@@ -108,12 +116,178 @@ class TestRunner:
         failures = {f"{case['case']} {name}": f["failure"] for case in stored for name, f in case["candidates"].items() if "failure" in f}
         assert not failures
         parts = next(case for case in stored if case["group"] == "train")["candidates"]["edm2"]["parts"]
-        assert parts.keys() == {"forward", "backward", "optimizer"} and min(parts.values()) > 0
+        assert parts.keys() == {"data", "forward", "backward", "optimizer"} and min(parts.values()) > 0
+
+    def test_a_case_that_cannot_be_built_says_so(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "diffusers", None)
+        case = sample_case("edm2-img512-s", 1, steps=1, decoded=True, needs_gpu=False)
+        (result,) = run_cases([case, self.case(a=lambda: None)], tmp_path, budget=60, runs=3)[:1]
+        assert "decoding latents needs diffusers" in result["candidates"]["all"]["failure"]
+
+    def test_results_so_far_are_written_before_each_candidate(self, tmp_path):
+        stored = []
+        case = self.case(a=lambda: torch.ones(3), b=lambda: stored.append(json.loads((tmp_path / "kernels_x.json").read_text())))
+        run_cases([case], tmp_path, budget=60, runs=3)
+        assert stored[0]["candidates"]["b"] == {"failure": "did not finish"} and "torch" in stored[0]["machine"]
+
+    def test_an_op_that_fell_back_is_no_measurement(self, tmp_path):
+        def fall_back():
+            kernels.fallback.note("conv", "40 channels")
+
+        with pytest.warns(kernels.fallback.FallbackWarning, match="conv fell back: 40 channels"):
+            (result,) = run_cases([self.case(edm2=fall_back)], tmp_path, budget=60, runs=3)
+        facts = result["candidates"]["edm2"]
+        assert facts["failure"] == "op conv fell back: 40 channels" and "median" not in facts
+        (result,) = run_cases([self.case(edm2=lambda: None)], tmp_path, budget=60, runs=3)
+        facts = result["candidates"]["edm2"]
+        assert facts["coverage"] == kernels.coverage("cpu") and "median" in facts
+
+    def test_every_size_is_compiled_for_itself(self, tmp_path):
+        """torch.compile takes a size that it sees change for a variable one, and makes slower code."""
+
+        def double(x):
+            return x * 2
+
+        def sized(n):
+            return replace(self.case(), build=lambda device: {"compile": lambda: compile_for(device, double)(torch.ones(n))})
+
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            results = run_cases([sized(3), sized(4)], tmp_path, budget=60, runs=3)
+        assert not any("failure" in result["candidates"]["compile"] for result in results)
 
     def test_convolutions_of_the_published_network(self):
         """92.94 G of 100.8 G multiply-adds are 3×3 convolutions."""
         shapes = conv_shapes("edm2-img512-s").items()
         assert sum(count * res**2 * a * b * 9 for (res, a, b, k), count in shapes if k == 3) == pytest.approx(92.94e9, rel=1e-4)
+
+
+class TestSampling:
+    @pytest.mark.parametrize(("guided", "steps", "calls"), [(False, 0, 1), (True, 0, 2), (False, 3, 5), (True, 3, 10)])
+    def test_evaluations_are_counted(self, guided, steps, calls, monkeypatch):
+        forward, made = edm2.Precond.forward, []
+        case = sample_case("digits", 2, guided=guided, steps=steps, needs_gpu=False)
+        monkeypatch.setattr(edm2.Precond, "forward", lambda *args: made.append(0) or forward(*args))
+        assert case.build(torch.device("cpu"))["edm2"]().shape == (2, 1, 8, 8)
+        assert len(made) == calls == case.facts["evaluations"] * (2 if guided else 1)
+        monkeypatch.undo()
+        assert case.flops == calls * sample_case("digits", 2, needs_gpu=False).flops
+
+    def test_names_differ_and_decoding_ends_in_pixels(self):
+        cases = [sample_case("digits", 2, steps=2, guided=guided, decoded=decoded) for guided in (0, 1) for decoded in (0, 1)]
+        ends = ["trajectory", "decoded", "guided/trajectory", "guided/decoded"]
+        assert [case.name for case in cases] == [f"sample/digits/n2/{end}" for end in ends]
+        pixels = cases[1].build(torch.device("cpu"))["edm2"]()
+        assert pixels.shape == (2, 8, 8, 1) and pixels.dtype == torch.uint8
+
+
+@pytest.mark.parametrize(("preset", "shape"), [("edm2-img512-s", (3, 8, 64, 64)), ("edm2-img64-s", (3, 3, 64, 64))])
+def test_data_stream_is_what_training_reads(preset, shape):
+    stream, encoder = data_stream(preset, 3)
+    images, labels = next(stream)
+    assert images.shape == shape and labels.shape == (3, 1000)
+    assert encoder.draws_noise == (shape[1] == 8)
+
+
+def planted():
+    """Cases that end or stop the process they run in; the test's own processes import this."""
+    ones = {"good": lambda: torch.ones(3), "off": lambda: torch.zeros(3)}
+    bad = {
+        "aborts": os.abort,
+        "exits": lambda: os._exit(0),
+        "hangs": lambda: time.sleep(60),
+        "compile hangs": lambda: time.sleep(60),
+    }
+    yield Case("kernels/first", lambda device: ones, needs_gpu=False)
+    for name, run in bad.items():
+        yield Case(f"kernels/{name}", lambda device, run=run, name=name: ones | {name: run}, needs_gpu=False)
+    yield Case("kernels/last", lambda device: ones, needs_gpu=False)
+
+
+class TestIsolated:
+    def test_crashes_and_hangs_cost_one_case(self, tmp_path):
+        cases = [case for case in planted() if "compile" not in case.name]
+        with Isolated(planted, limit=15, deadline=time.monotonic() + 200) as isolated:
+            results = run_cases(cases, tmp_path, budget=200, runs=3, run=isolated)
+        first, aborts, exits, hangs, last = (result["candidates"] for result in results)
+        assert "median" in first["good"] and "median" in last["good"] and "above" in last["off"]["failure"]
+        assert aborts["aborts"] == {"failure": "the process died (exit code -6)"} and "above" in aborts["off"]["failure"]
+        assert exits["exits"] == {"failure": "the process died (exit code 0)"}
+        assert hangs["hangs"] == {"failure": "stopped after 15 s"}
+        assert json.loads((tmp_path / "kernels_hangs.json").read_text())["candidates"] == hangs
+
+    def test_deadline_is_kept(self, tmp_path):
+        case = next(case for case in planted() if case.name == "kernels/hangs")
+        start = time.monotonic()
+        with Isolated(planted, limit=60, deadline=start + 12) as isolated:
+            run_cases([case], tmp_path, budget=12, runs=3, run=isolated)
+        assert time.monotonic() - start < 20
+
+    def test_compilation_ahead_is_over_when_it_should_be(self):
+        start = time.monotonic()
+        processes = start_compiling(planted, ["kernels/compile hangs", "kernels/first"])
+        assert finish(processes, start + 15) == 1 and time.monotonic() - start < 25
+        assert not any(process.is_alive() for process in processes)
+
+
+class TestGpu:
+    def test_tests_are_counted_and_stopped(self, tmp_path):
+        (tmp_path / "test_x.py").write_text(
+            "import pytest, time\n"
+            "@pytest.mark.parametrize('x', ['a b', 'c'])\n"
+            "def test_good(x): pass\n"
+            "def test_bad(): assert 0\n"
+            "@pytest.mark.skip(reason='so (really)')\n"
+            "def test_left(): pass\n"
+            "def test_hangs(): time.sleep(600)\n"
+        )
+        facts = gpu.run_tests([str(tmp_path / "test_x.py")], limit=10)
+        assert (facts["passed"], facts["failed"], facts["skipped"], facts["stopped"]) == (2, 1, 1, True)
+        assert [name.split("::")[1] for name in facts["failures"]] == ["test_bad", "test_hangs"] and facts["seconds"] < 15
+        assert "STOPPED" in gpu.describe_tests(facts) and "test_bad" in gpu.describe_tests(facts)
+
+    def test_first_line_is_the_answer(self):
+        candidates = {"eager": {"images/s": 200.0}, "compile": {"images/s": 400.0}, "edm2": {"images/s": 1000.0}}
+        result = {"group": "train", "preset": "edm2-img512-s", "batch": 256, "candidates": candidates}
+        assert gpu.answer([result]) == "training edm2-img512-s, batch 256: edm2 1000 images/s, 5.00 × eager (200), 2.50 × compile (400)"
+        candidates["edm2"] = {"failure": "no luck"}
+        assert gpu.answer([result]).endswith("edm2 no luck, eager (200), compile (400)")
+
+    def test_rehearsal(self, tmp_path, monkeypatch):
+        """Tests, compilation ahead, a case in a process of its own, the table."""
+        monkeypatch.chdir(tmp_path)
+        result = CliRunner().invoke(main, ["gpu", "--dry-run", "--only=block"])
+        assert result.exit_code == 0 and "1 of 1 cases compiled ahead" in result.output, result.output
+        table = result.output.split("\n\n")[1].splitlines()
+        assert table[0] == "training: unmeasured" and table[1].startswith("GPU tests: ") and table[2].startswith("block/digits")
+        folder = tmp_path / "out" / "rehearsal"
+        assert json.loads((folder / "tests" / "tests.json").read_text())["failed"] == 0
+        assert "median" in json.loads((folder / "block_digits_8x8_n2.json").read_text())["candidates"]["edm2"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("phase", ["eval", "train"])
+def test_launches_are_those_of_a_profiler(phase):
+    """Of the baseline, whose optimizer has but one operator that takes lists of tensors; the ledger counts it as one."""
+    full_precision()
+    device, preset = torch.device("cuda"), "edm2-img512-s"
+    model, inputs = Baseline(make_network(preset, device)), make_inputs(preset, 2, device)
+    optimizer = BaselineOptimizer(model.net)
+
+    def step():
+        if phase == "eval":
+            with torch.no_grad():
+                return model.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
+        optimizer.zero_grad()
+        edm2.denoising_loss(model.train(), **inputs).sum().backward()
+        optimizer.step(0.01, 4, 2)
+
+    step()  # cuDNN tries its algorithms once
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        step()
+        torch.cuda.synchronize()
+    on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+    assert len(on_device) == pytest.approx(count("eager", preset, 2, phase).total.launches, rel=0.1)
 
 
 class TestLedger:

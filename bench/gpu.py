@@ -1,0 +1,100 @@
+"""What a GPU that is there for minutes is asked: its tests, with compilation beside them, then the cases."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.case import Case
+from bench.isolated import Isolated, Source, finish, start_compiling
+from bench.runner import OURS, line, run_cases, write
+
+ROOT = Path(__file__).parent.parent
+GPU_TESTS = ("-m", "gpu", "tests")
+COMPILED_AHEAD = 6  # cases, each in a process of its own
+TESTS_SHARE, COMPILING_SHARE, SILENCE_SHARE = 0.25, 0.2, 0.3  # of the budget; the last is one candidate's at most
+
+
+def run(source: Source, cases: Iterable[Case], outdir: Path, budget: float, runs: int) -> list[dict[str, Any]]:
+    """Tests, then the cases in their order, all within `budget` seconds; prints the answer, then a line per case.
+
+    Compilation goes on beside the tests. Nothing else is at work while a case is measured.
+    """
+    start, cases = time.monotonic(), list(cases)
+    ahead = start_compiling(source, [case.name for case in cases if case.compiles][:COMPILED_AHEAD])
+    try:
+        tests = run_tests(GPU_TESTS, TESTS_SHARE * budget)
+    finally:
+        compiled = finish(ahead, start + COMPILING_SHARE * budget)
+    write(outdir / "tests" / "tests.json", tests)
+    click.echo(f"{describe_tests(tests)}; {compiled} of {len(ahead)} cases compiled ahead; {time.monotonic() - start:.0f} s so far")
+    deadline = start + budget
+    with Isolated(source, SILENCE_SHARE * budget, deadline) as isolated:
+        results = run_cases(cases, outdir, deadline - time.monotonic(), runs, isolated)
+    click.echo("\n" + "\n".join([answer(results), describe_tests(tests), *map(line, results)]))
+    return results
+
+
+def run_tests(arguments: Sequence[str], limit: float) -> dict[str, Any]:
+    """Run pytest for at most `limit` seconds: how many passed, failed and were skipped, the names of those that failed
+    or at which it was stopped, and, unless all is well, the end of what it printed."""
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):  # with what it started
+                os.killpg(process.pid, signal.SIGKILL)
+        stopped = process.wait() == -signal.SIGKILL
+        output.seek(0)
+        text = output.read()
+    facts = {**_counts(text), "stopped": stopped, "seconds": time.monotonic() - start}
+    return facts | ({} if process.returncode in (0, 5) else {"output": text[-4000:]})  # 5: no such tests
+
+
+def _counts(text: str) -> dict[str, Any]:
+    """From the lines of `pytest -v`; one without an outcome is the test at which it was stopped."""
+    lines = re.findall(r"^(\S+?\.py::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)?\s*(?:\(.*\))?\s*(?:\[ *\d+%\])?$", text, re.M)
+    outcomes = [outcome for _, outcome in lines]
+    return {
+        "passed": outcomes.count("PASSED"),
+        "failed": outcomes.count("FAILED") + outcomes.count("ERROR"),
+        "skipped": outcomes.count("SKIPPED"),
+        "failures": [name for name, outcome in lines if outcome in ("FAILED", "ERROR", "")],
+    }
+
+
+def describe_tests(tests: dict[str, Any]) -> str:
+    """One line."""
+    parts = [f"GPU tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"]
+    parts += [f"STOPPED after {tests['seconds']:.0f} s"] if tests["stopped"] else []
+    parts += [tests["output"].strip().splitlines()[-1]] if "output" in tests and not tests["failures"] else []
+    return ", ".join(parts + tests["failures"][:5])
+
+
+def answer(results: list[dict[str, Any]]) -> str:
+    """What it all is about: images per second of training (EDM2-S comes first) against eager and torch.compile."""
+    training = next((result for result in results if result["group"] == "train"), None)
+    if training is None:
+        return "training: unmeasured"
+    candidates = training["candidates"]
+    ours = candidates.get(OURS, {"failure": "unmeasured"})
+    parts = [f"{ours['images/s']:.4g} images/s" if "images/s" in ours else ours["failure"]]
+    for name, other in candidates.items():
+        if name != OURS and "images/s" in other:
+            times = f"{ours['images/s'] / other['images/s']:.2f} × " if "images/s" in ours else ""
+            parts.append(f"{times}{name} ({other['images/s']:.4g})")
+    return f"training {training['preset']}, batch {training['batch']}: {OURS} {', '.join(parts)}"

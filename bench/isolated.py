@@ -1,0 +1,136 @@
+"""Cases in processes of their own: a crash, a hang or a broken GPU context costs one case and not the run."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from bench.case import Case
+from bench.runner import UNFINISHED, Save, blank, broken, reason, run_case, this_device
+from edm2.backends import full_precision
+
+Source = Callable[[], Iterable[Case]]  # importable: a process finds its cases by name, since they cannot be pickled
+SPAWN = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
+
+
+class Isolated:
+    """Runs cases like `run_case`, all in one process as long as it lives, and a fresh one after it.
+
+    A candidate that ends the process, that takes more than `limit` seconds or that is at work at `deadline` (as of
+    `time.monotonic`) is reported as failed, with what the candidates before it came to. A context manager.
+    """
+
+    def __init__(self, source: Source, limit: float, deadline: float):
+        self.source, self.limit, self.deadline = source, limit, deadline
+        self.process: BaseProcess | None = None
+
+    def __enter__(self) -> "Isolated":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.process is not None:
+            self.connection.close()  # it ends by itself unless it hangs
+            self.process.join(5)
+            self._stop()
+
+    def __call__(self, case: Case, device: torch.device, ceilings: dict[str, float], runs: int, save: Save) -> dict[str, Any]:
+        if self.process is None:
+            self._start()
+        result, state = blank(case), "at work"
+        try:
+            self.connection.send((case.name, ceilings, runs))
+            while state == "at work":
+                left = min(self.limit, self.deadline - time.monotonic())
+                if not self.connection.poll(max(left, 0)):
+                    self._stop()
+                    return failed(result, f"stopped after {max(left, 0):.0f} s")
+                state, result = self.connection.recv()
+                save(result)
+        except (EOFError, OSError):
+            return failed(result, f"the process died (exit code {self._stop()})")
+        if state == "broken":
+            self._stop()
+        return result
+
+    def _start(self) -> None:
+        self.connection, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=_serve, args=(theirs, self.source), daemon=True)
+        self.process.start()
+        theirs.close()  # ours is then the only other end, and tells when the process dies
+
+    def _stop(self) -> int | None:
+        """End the process; returns its exit code."""
+        if self.process is None:
+            return None
+        self.process.join(0.5)  # one that died by itself has an exit code of its own
+        process, self.process = self.process, None
+        self.connection.close()
+        return end(process)
+
+
+def _serve(connection: Connection, source: Source) -> None:
+    os.setsid()  # a group of its own, with the compilers it starts
+    full_precision()
+    device, cases = this_device(), {case.name: case for case in source()}
+    with suppress(EOFError):  # the other end closes it when there is no more to do
+        while True:
+            name, ceilings, runs = connection.recv()
+            result = run_case(cases[name], device, ceilings, runs, lambda result: connection.send(("at work", result)))
+            connection.send(("broken" if broken(device) else "done", result))
+
+
+def end(process: BaseProcess) -> int | None:
+    """Kill a process and those it started; returns its exit code once it is gone."""
+    with suppress(ProcessLookupError, PermissionError):  # gone, or so young that it has no group
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def failed(result: dict[str, Any], why: str) -> dict[str, Any]:
+    """The result with `why` where a candidate, or all, did not finish."""
+    candidates = {name: {"failure": why} if c.get("failure") == UNFINISHED else c for name, c in result["candidates"].items()}
+    return result | {"candidates": candidates or {"all": {"failure": why}}}
+
+
+def start_compiling(source: Source, names: Sequence[str]) -> list[BaseProcess]:
+    """Compile the cases of these names into Inductor's cache on disk, each in a process of its own.
+
+    They leave some of the GPU's memory to others. The first may take the most, since a backward is only compiled when
+    its forward has run; one that runs out of memory ends early.
+    """
+    shares = [0.6] + [0.25 / max(1, len(names) - 1)] * len(names)
+    processes = [SPAWN.Process(target=_compile, args=(source, *each), daemon=True) for each in zip(names, shares)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _compile(source: Source, name: str, share: float) -> None:
+    os.setsid()
+    full_precision()
+    device = this_device()
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share)
+    case = next(case for case in source() if case.name == name)
+    for candidate, run in case.build(device).items():
+        if "compile" in candidate:
+            try:
+                run()
+            except Exception as e:  # the measurement will say so
+                print(f"compiling {name} ahead: {reason(e)}", flush=True)
+
+
+def finish(processes: list[BaseProcess], deadline: float) -> int:
+    """Wait for processes until `deadline`, end those that are left; returns how many succeeded."""
+    while (alive := [p.sentinel for p in processes if p.is_alive()]) and time.monotonic() < deadline:
+        wait(alive, timeout=max(0, deadline - time.monotonic()))
+    return sum(end(process) == 0 for process in processes)
