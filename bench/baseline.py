@@ -6,6 +6,7 @@ line, weights normalised in every forward, NCHW; optionally in the forms that Py
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +72,7 @@ class Baseline(nn.Module):
         c_out = sigma * net.sigma_data / (sigma**2 + net.sigma_data**2).sqrt()
         c_in = 1 / (net.sigma_data**2 + sigma**2).sqrt()
         c_noise = sigma.flatten().log() / 4
-        x_in = (c_in * x).to(net._compute_dtype(x, False), memory_format=self.format)
+        x_in = (c_in * x).to(net.compute_dtype(x.device), memory_format=self.format)
         D_x = c_skip * x + c_out * self.unet(net.unet, x_in, c_noise, labels).float()
         return (D_x, net.logvar(c_noise)) if return_logvar else D_x
 
@@ -155,3 +156,16 @@ class BaselineOptimizer:
 
     def zero_grad(self) -> None:
         self.adam.zero_grad(set_to_none=True)
+
+
+class UnpreparedWeights:
+    """In place of `StepWeights`: every forward prepares the weights."""
+
+    def __init__(self, net: nn.Module):
+        pass
+
+    def prepared(self) -> nullcontext:
+        return nullcontext()
+
+    def project(self) -> None:
+        pass

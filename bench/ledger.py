@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import edm2
-from bench.baseline import Baseline, BaselineOptimizer
+from bench.baseline import Baseline, BaselineOptimizer, UnpreparedWeights
 from bench.case import data_size
 from edm2.optimizer import EDM2Optimizer
 from edm2.summary import saved_bytes
+from edm2.weights import StepWeights
 from kernels.jit import Launch, recording
 from kernels.registration import OPS, Implementations
 
@@ -108,10 +109,10 @@ class Recorder(TorchDispatchMode):
 
     def _own(self, op: Implementations, *args, **kwargs):
         """Run what a GPU would run, to see what it starts."""
-        with self, recording(self._launched):
+        with self, recording(self.launched):
             return (op.triton or op.eager)(*args, **kwargs)
 
-    def _launched(self, launch: Launch) -> None:
+    def launched(self, launch: Launch) -> None:
         name = launch.kernel.__name__.removesuffix("_kernel").removesuffix("_backward")
         self.classes[OP_CLASS.get(name, "pointwise")].add(Entry(1, launch.flops, launch.bytes))
 
@@ -136,16 +137,16 @@ def _is_empty(out) -> bool:
     return bool(tensors) and all(x.numel() == 0 for x in tensors)
 
 
-CANDIDATES: dict[str, tuple[Callable[[edm2.Precond], nn.Module], type]] = {
-    "eager": (Baseline, BaselineOptimizer),
-    "eager, channels-last": (lambda net: Baseline(net, fast=True), BaselineOptimizer),
-    "this project": (lambda net: net, EDM2Optimizer),
+CANDIDATES: dict[str, tuple[Callable[[edm2.Precond], nn.Module], type, type]] = {
+    "eager": (Baseline, BaselineOptimizer, UnpreparedWeights),
+    "eager, channels-last": (lambda net: Baseline(net, fast=True), BaselineOptimizer, UnpreparedWeights),
+    "this project": (lambda net: net, EDM2Optimizer, StepWeights),
 }
 
 
 def count(candidate: str, preset: str, batch: int, phase: str) -> Ledger:
     """The ledger of one evaluation (`phase="eval"`) or training step (`"train"`) in fp16."""
-    wrap, optimizer_type = CANDIDATES[candidate]
+    wrap, optimizer_type, weights_type = CANDIDATES[candidate]
     ledger = Ledger(candidate, preset, batch, phase)
     with fake_network(preset) as net:
         model = wrap(net)
@@ -154,12 +155,15 @@ def count(candidate: str, preset: str, batch: int, phase: str) -> Ledger:
             with torch.no_grad(), Recorder(ledger.classes):
                 model.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
             return ledger
-        optimizer = optimizer_type(net)
+        optimizer, weights = optimizer_type(net), weights_type(net)
         model.train()
-        with Recorder(ledger.classes):
-            with saved_bytes(net) as saved:
-                loss = edm2.denoising_loss(model, **inputs).sum()
-            loss.backward()
+        recorder = Recorder(ledger.classes)
+        with recorder, recording(recorder.launched):
+            with weights.prepared():
+                with saved_bytes(net) as saved:
+                    loss = edm2.denoising_loss(model, **inputs).sum()
+                loss.backward()
+            weights.project()
             optimizer.step(0.01, 2 * batch, batch)
         ledger.saved = saved()
     return ledger

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -15,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import edm2
-from bench.baseline import Baseline, BaselineOptimizer
+from bench.baseline import Baseline, BaselineOptimizer, UnpreparedWeights
 from bench.case import Candidates, Case, data_size
 from edm2.data import ImageDataset, batches
 from edm2.latents import Encoder, encoder_for
 from edm2.summary import multiply_adds
+from edm2.weights import StepWeights
 
 
 def block_case(preset: str, batch: int, level: int = 0, needs_gpu: bool = True) -> Case:
@@ -54,7 +56,7 @@ def block_case(preset: str, batch: int, level: int = 0, needs_gpu: bool = True) 
             "eager": run(lambda x, emb: plain.block(block, x, emb), x.clone(), lambda g: g),
             "eager channels-last": run(lambda x, emb: fast.block(block, x, emb), last.clone(), lambda g: g),
             compile_name(device): run(compiled, last.clone(), lambda g: g),
-            "edm2": run(block, nhwc, lambda g: g.permute(0, 3, 1, 2)),
+            "edm2": run(lambda x, emb: block(x, block.modulation(emb).to(x.dtype)), nhwc, lambda g: g.permute(0, 3, 1, 2)),
         }
 
     facts = {"preset": preset, "batch": batch, "resolution": resolution}
@@ -71,7 +73,7 @@ def train_case(preset: str, batch: int, needs_gpu: bool = True) -> Case:
             "eager": _Step(preset, device, inputs, Baseline, BaselineOptimizer),
             "eager channels-last": _Step(preset, device, inputs, lambda net: Baseline(net, fast=True), BaselineOptimizer),
             compile_name(device): _Step(preset, device, inputs, compiled_baseline, BaselineOptimizer),
-            "edm2": _Step(preset, device, inputs, lambda net: net, edm2.EDM2Optimizer),
+            "edm2": _Step(preset, device, inputs, lambda net: net, edm2.EDM2Optimizer, StepWeights),
         }
 
     flops = 6.0 * macs(preset) * batch
@@ -183,10 +185,13 @@ def data_stream(preset: str, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]
 class _Step:
     """A training step; returns the loss per image. `parts` times its phases."""
 
-    def __init__(self, preset: str, device: torch.device, inputs: dict[str, Tensor], wrap: Callable, optimizer_type: type):
+    def __init__(
+        self, preset: str, device: torch.device, inputs: dict[str, Tensor], wrap: Callable, optimizer_type: type,
+        weights_type: type = UnpreparedWeights,
+    ):  # fmt: skip
         self.device, self.inputs = device, inputs
-        self._make = lambda net: (wrap(net), optimizer_type(net))
-        self._preset, self._state = preset, None
+        self._make = lambda net: (wrap(net), optimizer_type(net), weights_type(net))
+        self._preset, self._state, self._round = preset, None, ExitStack()
 
     def __call__(self) -> Tensor:
         loss = self.forward()
@@ -197,12 +202,15 @@ class _Step:
     def forward(self) -> Tensor:
         if self._state is None:  # built at the first call, so that candidates do not share the memory
             self._state = self._make(make_network(self._preset, self.device).train())
-        model, optimizer = self._state
+        model, optimizer, weights = self._state
         optimizer.zero_grad()
+        self._round.enter_context(weights.prepared())
         return edm2.denoising_loss(model, **self.inputs)
 
     def backward(self, loss: Tensor) -> None:
         (loss.sum() / len(loss)).backward()
+        self._round.close()
+        self._state[2].project()
 
     def step(self) -> None:
         self._state[1].step(1e-4, 2**20, len(self.inputs["images"]))

@@ -1,6 +1,5 @@
 """The processes of a run, as `torchrun` starts them; one process without it."""
 
-import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -19,16 +17,6 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
-
-    def wrap(self, net: nn.Module) -> nn.Module:
-        """`net`, its gradients averaged over all processes where there are several."""
-        if self.world_size == 1:
-            return net
-        device_ids = [self.device] if self.device.type == "cuda" else None
-        # The buffers are constants. PyTorch 2.13 renamed the option that says so.
-        renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-        constant = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-        return DistributedDataParallel(net, device_ids=device_ids, gradient_as_bucket_view=True, **constant)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over all processes."""

@@ -7,7 +7,7 @@ Parameter names and shapes are those of the official release. Inside the U-Net, 
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 import kernels as ops
 from kernels.reference import EPS
+
+if TYPE_CHECKING:
+    from kernels.weight import PreparedWeight
 
 
 class MPFourier(nn.Module):
@@ -33,16 +36,19 @@ class MPFourier(nn.Module):
 class MPConv(nn.Module):
     """Weight-normalised convolution or (with `kernel=()`) linear layer without bias, Eq. 47 and 66.
 
-    The raw weight `[out, in, *kernel]` is fp32. `forward` never writes to it: see `force_weight_norm_`.
+    The raw weight `[out, in, *kernel]` is fp32. `forward` never writes to it: see `force_weight_norm_`. `heads` orders
+    the rows of a qkv weight. `prepared` is the weight as the ops want it, where `edm2.weights` has made it beforehand.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: Sequence[int] = ()):
+    def __init__(self, in_channels: int, out_channels: int, kernel: Sequence[int] = (), heads: int = 0):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(out_channels, in_channels, *kernel))
+        self.heads = heads
+        self.prepared = None
 
-    def prepare(self, dtype: torch.dtype, gain: Tensor | None = None, heads: int = 0) -> Tensor:
+    def prepare(self, dtype: torch.dtype, gain: Tensor | None = None) -> "Tensor | PreparedWeight":
         """The weight as the ops want it, `[taps, out, in]`: see `kernels.mp_weight`."""
-        return ops.mp_weight(self.weight, gain, dtype, heads)
+        return ops.mp_weight(self.weight, gain, dtype, self.heads) if self.prepared is None else self.prepared
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         op = ops.conv if self.weight.ndim == 4 else ops.linear
@@ -108,13 +114,16 @@ class Block(nn.Module):
         self.emb_linear = MPConv(emb_channels, out_channels)
         self.conv_res1 = MPConv(out_channels, out_channels, (3, 3))
         self.conv_skip = MPConv(in_channels, out_channels, (1, 1)) if in_channels != out_channels else None
-        self.attn_qkv = MPConv(out_channels, out_channels * 3, (1, 1)) if attention else None
+        self.attn_qkv = MPConv(out_channels, out_channels * 3, (1, 1), heads=self.heads) if attention else None
         self.attn_proj = MPConv(out_channels, out_channels, (1, 1)) if attention else None
 
-    def forward(self, x: Tensor, emb: Tensor, skip: Tensor | None = None) -> Tensor:
-        """x `[N, H, W, Cin − Cskip]`, fp32 emb `[N, Cemb]`, skip `[N, H, W, Cskip]` → `[N, H', W', Cout]`."""
+    def modulation(self, emb: Tensor) -> Tensor:
+        """What scales each channel of each image: fp32 emb `[N, Cemb]` → `[N, Cout]`. `UNet` makes all blocks' at once."""
+        return self.emb_linear(emb, gain=self.emb_gain) + 1
+
+    def forward(self, x: Tensor, m: Tensor, skip: Tensor | None = None) -> Tensor:
+        """x `[N, H, W, Cin − Cskip]`, modulation m `[N, Cout]`, skip `[N, H, W, Cskip]` → `[N, H', W', Cout]`."""
         x, y = self._enter(x, skip)
-        m = (self.emb_linear(emb, gain=self.emb_gain) + 1).to(x.dtype)
         y = ops.conv_silu(y, self.conv_res0.prepare(x.dtype), m)
         y = F.dropout(y, self.dropout, self.training)
         x = self._join(x, y, skip, clip=None if self.heads else self.clip_act)
@@ -143,7 +152,7 @@ class Block(nn.Module):
         return ops.conv_sum(y, w, x, self.res_balance, clip)
 
     def _attend(self, x: Tensor) -> Tensor:
-        qkv = ops.conv(x, self.attn_qkv.prepare(x.dtype, heads=self.heads))
+        qkv = ops.conv(x, self.attn_qkv.prepare(x.dtype))
         y = ops.cosine_attention(qkv, self.heads)
         return ops.conv_sum(y, self.attn_proj.prepare(x.dtype), x, self.attn_balance, self.clip_act)
 
@@ -212,18 +221,30 @@ class UNet(nn.Module):
                 self.dec[f"{res}x{res}_block{i}"] = block(current + skips.pop(), width, attention=attend[level])
                 current = width
         self.out_conv = MPConv(current, img_channels, (3, 3))
+        self.prepared_modulation = None  # all blocks' emb_linear as one weight, like `MPConv.prepared`
 
     def forward(self, x: Tensor, c_noise: Tensor, labels: Tensor | None = None) -> Tensor:
         """x `[N, H, W, C]` in the compute dtype, c_noise `[N]`, labels `[N, label_dim]` or None → `[N, H, W, C]`."""
-        emb = self.embed(c_noise, labels)
+        modulations = iter(self.modulations(self.embed(c_noise, labels), x.dtype))
         x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
         skips = []
         for module in self.enc.values():
-            x = module(x, emb) if isinstance(module, Block) else module(x)
+            x = module(x, next(modulations)) if isinstance(module, Block) else module(x)
             skips.append(x)
         for name, block in self.dec.items():
-            x = block(x, emb, skips.pop() if "block" in name else None)
+            x = block(x, next(modulations), skips.pop() if "block" in name else None)
         return self.out_conv(x, gain=self.out_gain)
+
+    def blocks(self) -> list[Block]:
+        """In the order of `forward`."""
+        return [module for module in (*self.enc.values(), *self.dec.values()) if isinstance(module, Block)]
+
+    def modulations(self, emb: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        """`Block.modulation` of every block, in `dtype`, as one matrix product."""
+        blocks, w = self.blocks(), self.prepared_modulation
+        if w is None:
+            w = torch.cat([block.emb_linear.prepare(emb.dtype, block.emb_gain) for block in blocks], dim=1)
+        return (ops.linear(emb, w) + 1).to(dtype).split([len(block.emb_linear.weight) for block in blocks], dim=1)
 
     def embed(self, c_noise: Tensor, labels: Tensor | None) -> Tensor:
         """The fp32 embedding `[N, Cemb]` of the noise level and the class."""
@@ -283,7 +304,8 @@ class Precond(nn.Module):
         c_skip, c_out = self.sigma_data**2 / total, sigma * self.sigma_data / total.sqrt()
         c_in, c_noise = 1 / total.sqrt(), sigma.flatten().log() / 4
 
-        x_in = (c_in * x).to(self._compute_dtype(x, force_fp32)).permute(0, 2, 3, 1).contiguous()
+        dtype = torch.float32 if force_fp32 else self.compute_dtype(x.device)
+        x_in = (c_in * x).to(dtype).permute(0, 2, 3, 1).contiguous()
         F_x = self.unet(x_in, c_noise, labels).permute(0, 3, 1, 2).float()
         D_x = c_skip * x + c_out * F_x
         return (D_x, self.logvar(c_noise)) if return_logvar else D_x
@@ -292,12 +314,11 @@ class Precond(nn.Module):
         """The learned log-variance u of the loss at c_noise = ln(σ)/4: `[N]` → `[N, 1, 1, 1]`."""
         return self.logvar_linear(self.logvar_fourier(c_noise)).reshape(-1, 1, 1, 1)
 
-    def _compute_dtype(self, x: Tensor, force_fp32: bool) -> torch.dtype:
-        if force_fp32:
-            return torch.float32
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """The type of the U-Net's activations for an input on `device`."""
         if self.dtype is not None:
             return self.dtype
-        return torch.float16 if self.use_fp16 and x.device.type != "cpu" else torch.float32
+        return torch.float16 if self.use_fp16 and device.type != "cpu" else torch.float32
 
     def _check_shape(self, x: Tensor) -> None:
         step = self.unet.granularity

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from edm2.network import Precond, force_weight_norm_
 from edm2.optimizer import EDM2Optimizer, learning_rate_schedule
 from edm2.snapshot import load_snapshot, write_tensors
 from edm2.stats import StatusLog
+from edm2.weights import StepWeights
 
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
@@ -69,7 +69,7 @@ class Trainer:
         self.dataset, self.encoder, self.image_shape = open_dataset(self.config)
         self.net = self._build().to(procs.device).train()
         self.loss = EDM2Loss(self.config.P_mean, self.config.P_std, self.net.sigma_data)
-        self.optimizer = EDM2Optimizer(self.net)
+        self.weights, self.optimizer = StepWeights(self.net), EDM2Optimizer(self.net)
         self.nimg, self.lr, self.elapsed = 0, 0.0, 0.0
 
     def start(self, state: dict[str, Any] | None = None) -> None:
@@ -86,7 +86,6 @@ class Trainer:
         times = self.procs.sum(torch.tensor([self.nimg], device=self.procs.device))
         if times.item() != self.nimg * self.procs.world_size:
             raise UserError(f"the processes read different training states in {self.config.outdir}: do all see it?")
-        self.ddp = self.procs.wrap(self.net)
         self.data = batches(
             self.dataset, self.config.seed, self.nimg, self.config.batch, self.procs.rank, self.procs.world_size,
             self.config.micro_batch(self.procs.world_size), self.config.workers,
@@ -94,22 +93,31 @@ class Trainer:
 
     def step(self) -> Tensor:
         """One optimizer step. Returns the sum over this process's images of the loss per element (0-d)."""
+        config = self.config
+        self.optimizer.zero_grad()
+        with self.weights.prepared():
+            total = self._gradients()
+        self.weights.project()
+        for gradient in self.weights.gradients():
+            self.procs.sum(gradient)
+        self.lr = learning_rate_schedule(self.nimg, config.batch, config.lr, config.decay, config.rampup_Mimg)
+        self.nimg += config.batch
+        self.optimizer.step(self.lr, self.nimg, config.batch)
+        return total
+
+    def _gradients(self) -> Tensor:
+        """Forward and backward of this process's share of the batch, in rounds that fit the memory."""
         config, share = self.config, self.config.batch // self.procs.world_size
         micro = config.micro_batch(self.procs.world_size)
         draws = Draws.of_step(self, share)
         total = torch.zeros([], device=self.procs.device)
-        self.optimizer.zero_grad()
         for start in range(0, share, micro):
             images, labels = (x.to(self.procs.device, non_blocking=True) for x in next(self.data))
             normal, sigma, noise = draws.of_round(slice(start, start + micro))
             images = self.encoder.encode(images, normal)
-            with nullcontext() if start + micro == share else self._local_gradients():
-                loss = denoising_loss(self.ddp, images, sigma, noise * sigma, labels, self.loss.sigma_data)
-                (loss.sum() * (config.ls / share)).backward()
+            loss = denoising_loss(self.net, images, sigma, noise * sigma, labels, self.loss.sigma_data)
+            (loss.sum() * (config.ls / config.batch)).backward()
             total += loss.detach().mean(dim=(1, 2, 3)).sum()
-        self.lr = learning_rate_schedule(self.nimg, config.batch, config.lr, config.decay, config.rampup_Mimg)
-        self.nimg += config.batch
-        self.optimizer.step(self.lr, self.nimg, config.batch)
         return total
 
     def due(self, interval: int) -> bool:
@@ -146,10 +154,6 @@ class Trainer:
         except (KeyError, RuntimeError, TypeError, ValueError) as e:
             reason = str(e).splitlines()[0]
             raise UserError(f"the training state in {self.config.outdir} is of another network ({reason})") from e
-
-    def _local_gradients(self):
-        """Within it, gradients add up in this process and are not exchanged."""
-        return self.ddp.no_sync() if self.procs.world_size > 1 else nullcontext()
 
 
 def open_dataset(config: TrainingConfig) -> tuple[ImageDataset, Encoder, tuple[int, int, int]]:

@@ -6,6 +6,7 @@ a pointer that the compiler knows to be aligned, so that it still reads 16 bytes
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -16,10 +17,9 @@ from kernels import jit
 
 def row_programs(rows: Sequence[int], device: torch.device) -> Tensor:
     """int32 `[Σ rows, 2]`: (tensor, row) of each program."""
-    counts = torch.tensor(rows)
-    tensor = torch.repeat_interleave(torch.arange(len(rows)), counts)
-    first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    return torch.stack([tensor, torch.arange(len(tensor)) - first], dim=1).to(device, torch.int32)
+    tensor = np.repeat(np.arange(len(rows)), rows)
+    row = np.concatenate([np.arange(n) for n in rows])
+    return torch.tensor(np.stack([tensor, row], axis=1), dtype=torch.int32).to(device)
 
 
 class Addresses:

@@ -298,8 +298,8 @@ class TestLedger:
         [
             ("eager", "eval", 1846, 230.1),
             ("eager", "train", 7715, 770.3),
-            ("this project", "eval", 1608, 236.6),
-            ("this project", "train", 6096, 733.8),
+            ("this project", "eval", 863, 185.5),
+            ("this project", "train", 4089, 693.2),
         ],
     )
     def test_edm2_s(self, candidate, phase, launches, gigabytes):

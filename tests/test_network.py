@@ -308,7 +308,7 @@ def test_impossible_networks():
 def test_activations_are_clipped():
     net = tiny_net(clip_act=0.5)
     block = net.unet.enc["8x8_block0"]
-    y = block(torch.randn(1, 8, 8, 8) * 100, torch.randn(1, 16))
+    y = block(torch.randn(1, 8, 8, 8) * 100, block.modulation(torch.randn(1, 16)))
     assert y.abs().max() == 0.5
 
 

@@ -1,0 +1,68 @@
+"""The prepared weights of a network for the length of an optimizer step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from edm2.network import MPConv, Precond
+
+if find_spec("triton"):
+    from kernels.prepared import PreparedWeights, RawWeight
+else:
+    PreparedWeights = None  # every forward prepares them by autograd
+
+
+class StepWeights:
+    """Prepares all weights of `net` once per optimizer step, however many rounds of images it takes.
+
+    Within `prepared()`, forward and backward use the prepared weights, and the raw ones have no part in autograd;
+    `project()` then gives these their `.grad`.
+    """
+
+    def __init__(self, net: Precond):
+        self.net = net
+        self._set = None
+        if PreparedWeights is not None:
+            self._places, groups = zip(*_groups(net))
+            self._set = PreparedWeights(groups)
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        if self._set is None:
+            yield
+            return
+        self._set.prepare()
+        self._attach(self._set.weights)
+        try:
+            yield
+        finally:  # the raw weights are about to change
+            self._attach([None] * len(self._places))
+
+    def project(self) -> None:
+        """Turn the gradients of the prepared weights into those of the parameters, replacing what was there."""
+        if self._set is not None:
+            self._set.project()
+
+    def gradients(self) -> list[Tensor]:
+        """All gradients, in as few tensors as they lie in."""
+        return [p.grad for p in self.net.parameters()] if self._set is None else [self._set.gradients]
+
+    def _attach(self, weights: list) -> None:
+        for (module, attribute), weight in zip(self._places, weights):
+            setattr(module, attribute, weight)
+
+
+def _groups(net: Precond) -> Iterator[tuple[tuple[nn.Module, str], "list[RawWeight]"]]:
+    """Where each prepared weight goes, and what it is made of."""
+    unet, compute = net.unet, net.compute_dtype(net.unet.out_gain.device)
+    blocks = unet.blocks()
+    together = {block.emb_linear for block in blocks}
+    for module in net.modules():
+        if isinstance(module, MPConv) and module not in together:
+            dtype = compute if module.weight.ndim == 4 else torch.float32
+            gain = unet.out_gain if module is unet.out_conv else None
+            yield (module, "prepared"), [RawWeight(module.weight, dtype, gain, module.heads)]
+    yield (unet, "prepared_modulation"), [RawWeight(b.emb_linear.weight, torch.float32, b.emb_gain) for b in blocks]
