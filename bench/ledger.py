@@ -35,7 +35,7 @@ CLASSES = {
     "reduction": "linalg_vector_norm sum mean count_nonzero",
     "copy": "_to_copy copy_ clone cat stack _unsafe_view fill_ zeros zeros_like ones_like new_zeros slice_backward "
     "select_backward index upsample_nearest2d upsample_nearest2d_backward avg_pool2d avg_pool2d_backward",
-    "optimizer": "_fused_adam_ lerp_ _foreach_lerp_ _foreach_mul_ _foreach_add_ _foreach_div_ nan_to_num",
+    "optimizer": "adam _fused_adam_ lerp_ _foreach_lerp_ _foreach_mul_ _foreach_add_ _foreach_div_ nan_to_num",
 }
 OP_CLASS = {op: name for name, ops in CLASSES.items() for op in ops.split()}
 NO_LAUNCH = {"detach", "device", "promote_types", "empty", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}

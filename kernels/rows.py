@@ -17,8 +17,8 @@ from kernels import jit
 def row_programs(rows: Sequence[int], device: torch.device) -> Tensor:
     """int32 `[Σ rows, 2]`: (tensor, row) of each program."""
     counts = torch.tensor(rows)
-    tensor = torch.repeat_interleave(torch.arange(len(rows)), counts, output_size=sum(rows))
-    first = torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=sum(rows))
+    tensor = torch.repeat_interleave(torch.arange(len(rows)), counts)
+    first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     return torch.stack([tensor, torch.arange(len(tensor)) - first], dim=1).to(device, torch.int32)
 
 
