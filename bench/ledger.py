@@ -29,7 +29,7 @@ from kernels.registration import OPS, Implementations
 
 CLASSES = {
     "convolution": "convolution convolution_backward",
-    "matrix product": "mm addmm bmm baddbmm addmm_ linear",
+    "matrix product": "matmul mm addmm bmm baddbmm addmm_ linear",
     "attention": "_safe_softmax _softmax _softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_attention_math",
     "reduction": "linalg_vector_norm sum mean count_nonzero",
