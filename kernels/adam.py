@@ -99,9 +99,14 @@ def refuses(weights: Sequence[Tensor]) -> str | None:
     for w in weights:
         if w.dtype != torch.float32:
             return f"a parameter of {w.dtype}, the kernel takes fp32"
-        if not w.is_contiguous():
-            return f"a parameter of strides {list(w.stride())} for {list(w.shape)}, the kernel takes contiguous ones"
+        if not _fits(w):
+            return f"a parameter of strides {list(w.stride())} for {list(w.shape)} at {w.storage_offset()}, not contiguous and aligned"
     return None
+
+
+def _fits(x: Tensor) -> bool:
+    """Contiguous, on a 16-byte boundary (which a view of a flat gradient may miss)?"""
+    return x.is_contiguous() and x.storage_offset() * x.element_size() % 16 == 0
 
 
 class AdamPass:
@@ -143,7 +148,7 @@ class AdamPass:
         included; a parameter whose gradient is None keeps both. `weights` are the shares of the new weights in the
         averages, 1 − β.
         """
-        grads = [None if g is None else g.contiguous() for g in grads]
+        grads = [None if g is None else g if _fits(g) else g.clone(memory_format=torch.contiguous_format) for g in grads]
         self._set_scalars(steps, lr, weights)
         bad = torch.empty(len(self.programs), dtype=torch.int32, device=self.scalars.device)
         given = [x for xs in (grads, exp_avgs, exp_avg_sqs) for x, g in zip(xs, grads) if g is not None]
