@@ -37,6 +37,8 @@ from edm2.training import open_dataset, train
 @click.option("--workers", metavar="INT", type=click.IntRange(min=0), help="Processes that read a dataset too large for memory.  [2]")
 @click.option("--init", metavar="FILE", help="Start from the weights of this snapshot.")
 @click.option("--snapshot-dtype", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Precision of snapshots.")
+@click.option("--max-nonfinite", metavar="STEPS", type=click.IntRange(min=0), default=100, show_default=True,
+              help="Stop after so many in a row with non-finite gradients; 0 = never.")  # fmt: skip
 @click.option("-n", "--dry-run", is_flag=True, help="Print the configuration and its cost, then exit.")
 def main(dry_run: bool, **options: Any) -> None:
     """Train an EDM2 network, with the options and defaults of the official release.

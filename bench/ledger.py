@@ -30,13 +30,13 @@ from kernels.registration import OPS, Implementations
 
 CLASSES = {
     "convolution": "convolution convolution_backward",
-    "matrix product": "mm addmm bmm baddbmm addmm_ linear",
+    "matrix product": "matmul mm addmm bmm baddbmm addmm_ linear",
     "attention": "_safe_softmax _softmax _softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_attention_math",
     "reduction": "linalg_vector_norm sum mean count_nonzero",
     "copy": "_to_copy copy_ clone cat stack _unsafe_view fill_ zeros zeros_like ones_like new_zeros slice_backward "
     "select_backward index upsample_nearest2d upsample_nearest2d_backward avg_pool2d avg_pool2d_backward",
-    "optimizer": "_fused_adam_ lerp_ _foreach_lerp_ _foreach_mul_ _foreach_add_ _foreach_div_ nan_to_num",
+    "optimizer": "adam _fused_adam_ lerp_ _foreach_lerp_ _foreach_mul_ _foreach_add_ _foreach_div_ nan_to_num",
 }
 OP_CLASS = {op: name for name, ops in CLASSES.items() for op in ops.split()}
 NO_LAUNCH = {"detach", "device", "promote_types", "empty", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}

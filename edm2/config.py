@@ -6,7 +6,9 @@ from edm2.errors import UserError
 from edm2.network import Precond
 from edm2.presets import build, get_preset
 
-RUN_CONTROL = ("outdir", "duration", "batch_gpu", "status", "snapshot", "snapshot_dtype", "checkpoint", "workers", "bench")
+RUN_CONTROL = (
+    "outdir", "duration", "batch_gpu", "status", "snapshot", "snapshot_dtype", "checkpoint", "workers", "bench", "max_nonfinite",
+)  # fmt: skip
 """Options that may change when a run is resumed: they steer it, but do not change what a step computes."""
 
 
@@ -15,7 +17,8 @@ class TrainingConfig:
     """Options of a run, named as on the command line of `train.py`. None means: as the preset says.
 
     Counts (duration, batch, status, snapshot, checkpoint) are in images, `decay` in batches; an interval of 0 means
-    never. `init` is a snapshot to start from; `snapshot_dtype` is "fp16" or "fp32".
+    never. `init` is a snapshot to start from; `snapshot_dtype` is "fp16" or "fp32"; after `max_nonfinite` steps in a
+    row with non-finite gradients (0: never) the run stops.
     """
 
     outdir: str
@@ -43,6 +46,7 @@ class TrainingConfig:
     workers: int | None = None
     init: str | None = None
     snapshot_dtype: str = "fp16"
+    max_nonfinite: int = 100
 
     def resolved(self) -> "TrainingConfig":
         """With the preset's values in the place of None. UserError for an unknown preset."""
@@ -62,6 +66,8 @@ class TrainingConfig:
             count = getattr(self, name)
             if count < 0 or count % self.batch:
                 raise UserError(f"--{name} {count} is not a multiple of the batch of {self.batch} images")
+        if self.max_nonfinite < 0:
+            raise UserError(f"--max-nonfinite {self.max_nonfinite} is no count of steps")
         if self.snapshot_dtype not in ("fp16", "fp32"):
             raise UserError(f"--snapshot-dtype {self.snapshot_dtype} is neither fp16 nor fp32")
 

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,6 +12,11 @@ from torch import Tensor, nn
 
 from edm2.network import normalize_rows_, normalized_weights
 from edm2.phema import power_function_beta
+from kernels.fallback import note
+
+if find_spec("triton"):
+    from kernels.adam import AdamPass, refuses
+    from kernels.jit import serves
 
 
 def learning_rate_schedule(
@@ -33,6 +40,7 @@ class EDM2Optimizer:
 
     The averages see the weights after Adam and before the normalisation. Non-finite gradients count as 0;
     `nonfinite` is the number of them in the last step (0-d int64 tensor, so that reading it is what synchronises).
+    On CUDA a step is one kernel, which leaves the gradients as they are; elsewhere it sets the non-finite ones to 0.
     """
 
     def __init__(
@@ -43,22 +51,56 @@ class EDM2Optimizer:
         ema_stds: Sequence[float] = (0.05, 0.10),
     ):
         self.params = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        self.normalized = normalized_weights(net)
+        self.normalized = [p for p in normalized_weights(net) if p.requires_grad]
         self.adam = torch.optim.Adam(self.params.values(), lr=0.0, betas=betas, eps=eps, fused=True)
+        self.steps = [0] * len(self.params)  # what Adam's state counts on the device
         self.emas = {float(std): [p.detach().clone() for p in self.params.values()] for std in ema_stds}
         self.nonfinite = torch.zeros([], dtype=torch.int64, device=next(iter(self.params.values())).device)
 
     @torch.no_grad()
     def step(self, lr: float, next_nimg: int, batch_size: int) -> None:
         """One step at learning rate `lr`; `next_nimg` = images seen after it, `batch_size` = images in it."""
-        self._sanitize_gradients()
+        grads = [p.grad for p in self.params.values()]
+        if all(grad is None for grad in grads):
+            raise RuntimeError("step() before backward(): no parameter has a gradient")
+        self.steps = [steps + (grad is not None) for steps, grad in zip(self.steps, grads)]
         self.adam.param_groups[0]["lr"] = lr
+        shares = [1 - float(power_function_beta(std, next_nimg, batch_size)) for std in self.emas]
+        if self._kernel is None:
+            self._step_eager(shares)
+        else:
+            self._step_triton(lr, grads, shares)
+
+    @cached_property
+    def _kernel(self) -> "AdamPass | None":
+        """What takes the steps in place of PyTorch, if it can."""
+        weights = list(self.params.values())
+        if not find_spec("triton") or not serves(weights[0]):
+            return None
+        reason = refuses(weights)
+        if reason is not None:
+            note("optimizer", reason)
+            return None
+        normalized, group = set(self.normalized), self.adam.param_groups[0]
+        return AdamPass(weights, [p in normalized for p in weights], list(self.emas.values()), group["betas"], group["eps"])
+
+    def _step_eager(self, shares: Sequence[float]) -> None:
+        """`shares` of the new weights in the averages."""
+        self._sanitize_gradients()
         self.adam.step()
         weights = list(self.params.values())
-        for std, averages in self.emas.items():
-            beta = float(power_function_beta(std, next_nimg, batch_size))
-            torch._foreach_lerp_(averages, weights, 1 - beta)
+        for averages, share in zip(self.emas.values(), shares):
+            torch._foreach_lerp_(averages, weights, share)
         normalize_rows_(self.normalized)
+
+    def _step_triton(self, lr: float, grads: Sequence[Tensor | None], shares: Sequence[float]) -> None:
+        """Adam's state is made and kept as Adam would, but for its counts of steps."""
+        states = [self.adam.state[p] if g is not None else {} for p, g in zip(self.params.values(), grads)]
+        for p, state in zip(self.params.values(), states):
+            if p.grad is not None and not state:
+                state.update(step=torch.zeros([], device=p.device), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        moments = [[state.get(name) for state in states] for name in ("exp_avg", "exp_avg_sq")]
+        self.nonfinite = self._kernel.step(grads, *moments, self.steps, lr, shares)
 
     def ema(self, std: float) -> dict[str, Tensor]:
         """The running average of σ_rel `std` by parameter name. KeyError if it is not tracked."""
@@ -69,6 +111,9 @@ class EDM2Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Adam's state and the averages, by reference."""
+        for p, steps in zip(self.params.values(), self.steps):
+            if p in self.adam.state:
+                self.adam.state[p]["step"].fill_(steps)
         return {"adam": self.adam.state_dict(), "emas": {std: self.ema(std) for std in self.emas}}
 
     @torch.no_grad()
@@ -77,14 +122,13 @@ class EDM2Optimizer:
         if set(state["emas"]) != set(self.emas):
             raise ValueError(f"the state holds the averages {sorted(state['emas'])}, not {sorted(self.emas)}")
         self.adam.load_state_dict(deepcopy(state["adam"]))  # it would share the tensors otherwise
+        self.steps = [int(self.adam.state[p]["step"]) if p in self.adam.state else 0 for p in self.params.values()]
         for std, averages in state["emas"].items():
             for name, average in self.ema(std).items():
                 average.copy_(averages[name])
 
     def _sanitize_gradients(self) -> None:
         grads = [p.grad for p in self.params.values() if p.grad is not None]
-        if not grads:
-            raise RuntimeError("step() before backward(): no parameter has a gradient")
         self.nonfinite = torch.stack([(g - g).count_nonzero() for g in grads]).sum()  # x − x is NaN unless x is finite
         for grad in grads:
             torch.nan_to_num(grad, nan=0, posinf=0, neginf=0, out=grad)

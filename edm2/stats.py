@@ -94,6 +94,27 @@ class StatusLog:
         return torch.zeros(2, dtype=torch.float64, device=self.procs.device)
 
 
+class NonfiniteGuard:
+    """Stops a run after `limit` steps in a row with non-finite gradients; 0: never.
+
+    It counts on the device, and makes the host wait for a look only every `limit` steps.
+    """
+
+    def __init__(self, limit: int, device: torch.device):
+        self.limit, self.steps = limit, 0
+        self._streak = torch.zeros([], dtype=torch.int64, device=device)
+
+    def step(self, nonfinite: Tensor, nimg: int) -> None:
+        """Add a step that ended after `nimg` images. UserError when a look finds that there were `limit` in a row."""
+        if self.limit == 0:
+            return
+        self._streak = (self._streak + 1) * ((nonfinite > 0) | (self._streak >= self.limit))  # that many: kept
+        self.steps += 1
+        if self.steps % self.limit == 0 and self._streak >= self.limit:
+            reason = f"of the steps up to image {nimg}, {self.limit} in a row had non-finite gradients"
+            raise UserError(f"{reason}: look for damaged data, lower --lr or --ls, or raise --max-nonfinite")
+
+
 def read_stats(run: str | Path) -> list[dict[str, float]]:
     """The status lines of a run's folder, oldest first. UserError if there are none to read."""
     path = Path(run) / "stats.jsonl"

@@ -21,7 +21,7 @@ from edm2.loss import EDM2Loss, denoising_loss
 from edm2.network import Precond, force_weight_norm_
 from edm2.optimizer import EDM2Optimizer, learning_rate_schedule
 from edm2.snapshot import load_snapshot, write_tensors
-from edm2.stats import StatusLog
+from edm2.stats import NonfiniteGuard, StatusLog
 from edm2.weights import StepWeights
 
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
@@ -42,8 +42,10 @@ def train(config: TrainingConfig | Mapping[str, Any]) -> "Trainer":
         if procs.rank == 0:
             write_options(outdir, asdict(config))
         status = StatusLog(outdir, procs, trainer.nimg, config.duration, trainer.elapsed)
+        guard = NonfiniteGuard(config.max_nonfinite, procs.device)
         while trainer.nimg < config.duration:
             status.step(trainer.step(), trainer.optimizer.nonfinite, config.batch)
+            guard.step(trainer.optimizer.nonfinite, trainer.nimg)
             if trainer.due(config.status):
                 status.tick(trainer.nimg, trainer.lr)
             saving = time.time()

@@ -77,6 +77,7 @@ class TestTrain:
             (["--lr=-1"], "--lr"),
             (["--lr=nan"], "nan is no finite number"),
             (["--ls=inf"], "inf is no finite number"),
+            (["--max-nonfinite=-1"], "--max-nonfinite"),
             (["--seed=99999999999999999999"], "--seed"),
             (["--outdir=/dev/null/x"], "/dev/null/x"),
         ],

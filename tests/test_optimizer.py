@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import edm2
+from kernels.jit import recording
 from tests.conftest import Golden, relative_error, tiny_net
 
 TRAINING = 1e-5
@@ -139,3 +140,24 @@ def test_averages_are_not_the_weights_themselves():
         optimizer.step(0.01, step * 4, 4)
     for std in (0.05, 0.10):
         assert relative_error(optimizer.ema(std)["unet.out_conv.weight"], net.unet.out_conv.weight) > 1e-6
+
+
+@pytest.mark.parametrize("stds", [(), (0.05, 0.10)])
+def test_one_launch_that_moves_each_tensor_once(stds):
+    """Reads w, g, m, v and the averages, writes all but g: 44 bytes per parameter with two averages."""
+    net = tiny_net().train()
+    optimizer, launches = edm2.EDM2Optimizer(net, ema_stds=stds), []
+    with recording(launches.append):
+        for step in (1, 2):
+            fill_gradients(net)
+            optimizer.step(0.01 * step, step * 4, 4)
+    first, second = launches
+    parameters = sum(p.numel() for p in net.parameters())
+    rows, tensors, roles = first.grid[0], len(list(net.parameters())), 4 + len(stds)
+    tables = rows * (8 + 4) + tensors * (8 + 8 * roles + 8) + 4 * len(stds)
+    assert first.bytes == parameters * (28 + 8 * len(stds)) + tables
+    assert first.flops == 0 and rows == sum(len(p) if p.ndim else 1 for p in net.parameters())
+    assert second.options == first.options and second.grid == first.grid, "a schedule compiles the kernel anew"
+    for args in (first.args, second.args):
+        assert all(isinstance(x, torch.Tensor) for x in args)
+    assert [(x.dtype, x.shape) for x in first.args] == [(x.dtype, x.shape) for x in second.args]

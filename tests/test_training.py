@@ -16,7 +16,7 @@ from edm2.checkpoint import kimg_name, load_newest_checkpoint
 from edm2.config import TrainingConfig
 from edm2.distributed import Processes
 from edm2.image_files import write_zip
-from edm2.stats import read_stats
+from edm2.stats import NonfiniteGuard, read_stats
 from edm2.training import Draws, Trainer
 from tests.conftest import relative_error
 
@@ -327,6 +327,36 @@ class TestRunFolders:
             file.write(line + "\n")
         edm2.train(config)
         assert len(read_stats(config.outdir)) == 4
+
+
+class TestNonfiniteGradients:
+    """Of a loss scaled beyond fp32, which itself stays finite."""
+
+    def test_they_stop_a_run(self, config):
+        with pytest.raises(edm2.UserError, match="up to image 48, 3 in a row had non-finite gradients"):
+            edm2.train(replace(config, ls=1e39, max_nonfinite=3))
+        assert "training-state-0000000.064.pt" not in names(config.outdir)
+
+    @pytest.mark.parametrize("limit", [0, 9])
+    def test_they_are_reported(self, config, limit):
+        trainer = edm2.train(replace(config, ls=1e39, max_nonfinite=limit))
+        counts = [s["Loss/nonfinite_gradients"] for s in read_stats(config.outdir)]
+        assert min(counts) > 0 and sum(counts) <= 8 * sum(p.numel() for p in trainer.net.parameters())
+
+    @pytest.mark.parametrize(
+        ("steps", "stops_at"),
+        [("xxx", 3), (".xxx..", 6), ("...xxx", 6), ("xx.xx.xx.", None), ("....xxx..", 9), (".........", None), ("x.x.xxxx.", 9)],
+    )
+    def test_only_steps_in_a_row_count(self, steps, stops_at):
+        guard, stopped = NonfiniteGuard(3, CPU), None
+        for i, step in enumerate(steps, 1):
+            try:
+                guard.step(torch.tensor(5 if step == "x" else 0), i)
+            except edm2.UserError as e:
+                assert f"up to image {i}, 3 in a row" in str(e)
+                stopped = i
+                break
+        assert stopped == stops_at
 
 
 def test_mirrored_data(config):
