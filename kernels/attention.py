@@ -19,14 +19,16 @@ from kernels.jit import EPS, capability, launch
 from kernels.registration import register
 from kernels.tiles import AttentionTile
 
-MAX_DEPTH = 128  # beyond, exp(±√D) spans more than fp16 does
+MAX_DEPTH = 128  # channels per head: beyond, exp(±√D) spans more than fp16 does
+MAX_EXPONENT = 11  # e¹¹ = 59,874 is a number in fp16. No smaller, lest the smallest exp, of −2·√D + 11, become 0
+MIN_BLOCK_D = 16  # of one tensor-core instruction
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
 def cosine_attention_kernel(
     qkv_ptr, y_ptr, lse_ptr,
-    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SHIFT: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """y = softmax(q·kᵀ/√D)·v of a block of queries, and the logarithm of each row's sum of exponentials.
@@ -37,7 +39,7 @@ def cosine_attention_kernel(
     offs_m, offs_d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     q_ptr = qkv_ptr + (image * T * HEADS + head) * 3 * D
     q = load_rows(q_ptr, offs_m, offs_d, 3 * HEADS * D, T, D)  # [BLOCK_M, BLOCK_D]
-    scale = LOG2E / tl.sqrt(D * 1.0) / (rms(q.to(tl.float32), D) + EPS)
+    scale = SCALE * LOG2E / (rms(q.to(tl.float32), D) + EPS)
     sums = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, T, BLOCK_N):
@@ -88,17 +90,19 @@ def load_normalized(ptr, offs, offs_d, STRIDE: tl.constexpr, T: tl.constexpr, D:
 
 
 @triton.jit
-def project(dn, n, r, D: tl.constexpr):
+def store_gradient(dx_ptr, x_ptr, dn, offs, offs_d, STRIDE: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
     """dx = (dn − n · ⟨n,dn⟩/D · (rms+ε)/rms) / (rms+ε), spec §1.16, without the second term where x = 0."""
+    tl.debug_barrier()  # or the compiler takes this load for the first and keeps fp32 rows through the loop: 30 to 90 registers
+    n, r = load_normalized(x_ptr, offs, offs_d, STRIDE, T, D)
     inv = 1 / (r + EPS)
     slope = tl.sum(n * dn, axis=1) / D / tl.where(r == 0, 1.0, r * inv)
-    return (dn - n * slope[:, None]) * inv[:, None]
+    store_rows(dx_ptr, (dn - n * slope[:, None]) * inv[:, None], offs, offs_d, STRIDE, T, D)
 
 
 def cosine_attention_triton(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     y, lse = _fake(qkv, heads)
-    shift = max(0.0, math.sqrt(_depth(qkv, heads)) - 11)  # keeps exp below e¹¹ = 59,874 (fp16: 65,504), no lower than need be
-    tile = tiles.attention_forward(capability(qkv), *_sizes(qkv, heads))
+    shift = max(0.0, math.sqrt(_depth(qkv, heads)) - MAX_EXPONENT)
+    tile = _tile("forward", qkv, heads)
     _launch(cosine_attention_kernel, tile, tile.block_m, 2, qkv, heads, y, lse, SHIFT=shift)
     return y, lse
 
@@ -106,7 +110,7 @@ def cosine_attention_triton(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 @triton.jit
 def cosine_attention_backward_kernel(
     qkv_ptr, g_ptr, y_ptr, lse_ptr, dqkv_ptr,
-    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one image and head, whose T ≤ BLOCK_M queries stay on the chip."""
@@ -123,19 +127,18 @@ def cosine_attention_backward_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, T, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
-        k, k_rms = load_normalized(q_ptr + D, offs_n, offs_d, 3 * HEADS * D, T, D)  # [BLOCK_N, BLOCK_D]
-        v, v_rms = load_normalized(q_ptr + 2 * D, offs_n, offs_d, 3 * HEADS * D, T, D)
-        p = probabilities(tl.dot(q, k.to(g.dtype).T, input_precision="ieee"), lse[:, None], D)  # [BLOCK_M, BLOCK_N]
+        k = load_normalized(q_ptr + D, offs_n, offs_d, 3 * HEADS * D, T, D)[0].to(g.dtype)  # [BLOCK_N, BLOCK_D]
+        v = load_normalized(q_ptr + 2 * D, offs_n, offs_d, 3 * HEADS * D, T, D)[0].to(g.dtype)
+        p = probabilities(tl.dot(q, k.T, input_precision="ieee"), lse[:, None], SCALE)  # [BLOCK_M, BLOCK_N]
         if T % BLOCK_N:
             p = tl.where(offs_n[None, :] < T, p, 0.0)
-        dv = tl.dot(p.to(g.dtype).T, g, input_precision="ieee")
-        ds = p * (tl.dot(g, v.to(g.dtype).T, input_precision="ieee") - delta[:, None])
-        dk = tl.dot(ds.to(g.dtype).T, q, input_precision="ieee") / tl.sqrt(D * 1.0)
-        dq = tl.dot(ds.to(g.dtype), k.to(g.dtype), dq, input_precision="ieee")
-        store_rows(dq_ptr + D, project(dk, k, k_rms, D), offs_n, offs_d, 3 * HEADS * D, T, D)
-        store_rows(dq_ptr + 2 * D, project(dv, v, v_rms, D), offs_n, offs_d, 3 * HEADS * D, T, D)
-    n, q_rms = load_normalized(q_ptr, offs_m, offs_d, 3 * HEADS * D, T, D)  # again: cheaper than registers through the loop
-    store_rows(dq_ptr, project(dq / tl.sqrt(D * 1.0), n, q_rms, D), offs_m, offs_d, 3 * HEADS * D, T, D)
+        dv = tl.dot(g.T, p.to(g.dtype), input_precision="ieee").T
+        ds = p * (tl.dot(g, v.T, input_precision="ieee") - delta[:, None])
+        dk = tl.dot(q.T, ds.to(g.dtype), input_precision="ieee").T * SCALE
+        dq = tl.dot(ds.to(g.dtype), k, dq, input_precision="ieee")
+        store_gradient(dq_ptr + D, q_ptr + D, dk, offs_n, offs_d, 3 * HEADS * D, T, D)
+        store_gradient(dq_ptr + 2 * D, q_ptr + 2 * D, dv, offs_n, offs_d, 3 * HEADS * D, T, D)
+    store_gradient(dq_ptr, q_ptr, dq * SCALE, offs_m, offs_d, 3 * HEADS * D, T, D)
 
 
 @triton.jit
@@ -145,15 +148,15 @@ def load_lse(ptr, offs, T: tl.constexpr):
 
 
 @triton.jit
-def probabilities(products, lse, D: tl.constexpr):
+def probabilities(products, lse, SCALE: tl.constexpr):
     """The softmax from q·k."""
-    return tl.exp2(products * (LOG2E / tl.sqrt(D * 1.0)) - lse)
+    return tl.exp2(products * (SCALE * LOG2E) - lse)
 
 
 @triton.jit
 def cosine_attention_dq_kernel(
     qkv_ptr, g_ptr, y_ptr, lse_ptr, delta_ptr, dqkv_ptr,
-    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of queries, and delta = ⟨g,y⟩ of each for the keys' gradients."""
@@ -173,20 +176,19 @@ def cosine_attention_dq_kernel(
         offs_n = start + tl.arange(0, BLOCK_N)
         k = load_normalized(q_ptr + D, offs_n, offs_d, 3 * HEADS * D, T, D)[0].to(g.dtype)  # [BLOCK_N, BLOCK_D]
         v = load_normalized(q_ptr + 2 * D, offs_n, offs_d, 3 * HEADS * D, T, D)[0].to(g.dtype)
-        p = probabilities(tl.dot(q, k.T, input_precision="ieee"), lse[:, None], D)  # [BLOCK_M, BLOCK_N]
+        p = probabilities(tl.dot(q, k.T, input_precision="ieee"), lse[:, None], SCALE)  # [BLOCK_M, BLOCK_N]
         if T % BLOCK_N:
             p = tl.where(offs_n[None, :] < T, p, 0.0)
         ds = p * (tl.dot(g, v.T, input_precision="ieee") - delta[:, None])
         dq = tl.dot(ds.to(g.dtype), k, dq, input_precision="ieee")
-    n, q_rms = load_normalized(q_ptr, offs_m, offs_d, 3 * HEADS * D, T, D)  # again: cheaper than registers through the loop
     dq_ptr = dqkv_ptr + (image * T * HEADS + head) * 3 * D
-    store_rows(dq_ptr, project(dq / tl.sqrt(D * 1.0), n, q_rms, D), offs_m, offs_d, 3 * HEADS * D, T, D)
+    store_gradient(dq_ptr, q_ptr, dq * SCALE, offs_m, offs_d, 3 * HEADS * D, T, D)
 
 
 @triton.jit
 def cosine_attention_dkv_kernel(
     qkv_ptr, g_ptr, lse_ptr, delta_ptr, dqkv_ptr,
-    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a block of keys and values, from transposed probabilities."""
@@ -206,26 +208,25 @@ def cosine_attention_dkv_kernel(
         g = load_rows(g_ptr, offs_m, offs_d, HEADS * D, T, D)
         lse = load_lse(lse_ptr + offset_lse, offs_m, T)
         delta = tl.load(delta_ptr + offset_lse + offs_m, offs_m < T, other=0.0)
-        p = probabilities(tl.dot(k, q.T, input_precision="ieee"), lse[None, :], D)  # [BLOCK_N, BLOCK_M]
+        p = probabilities(tl.dot(k, q.T, input_precision="ieee"), lse[None, :], SCALE)  # [BLOCK_N, BLOCK_M]
         dv = tl.dot(p.to(dtype), g, dv, input_precision="ieee")
         ds = p * (tl.dot(v, g.T, input_precision="ieee") - delta[None, :])
         dk = tl.dot(ds.to(dtype), q, dk, input_precision="ieee")
     dk_ptr = dqkv_ptr + (image * T * HEADS + head) * 3 * D + D
-    n, r = load_normalized(q_ptr + D, offs_n, offs_d, 3 * HEADS * D, T, D)  # again: cheaper than registers through the loop
-    store_rows(dk_ptr, project(dk / tl.sqrt(D * 1.0), n, r, D), offs_n, offs_d, 3 * HEADS * D, T, D)
-    n, r = load_normalized(q_ptr + 2 * D, offs_n, offs_d, 3 * HEADS * D, T, D)
-    store_rows(dk_ptr + D, project(dv, n, r, D), offs_n, offs_d, 3 * HEADS * D, T, D)
+    store_gradient(dk_ptr, q_ptr + D, dk * SCALE, offs_n, offs_d, 3 * HEADS * D, T, D)
+    store_gradient(dk_ptr + D, q_ptr + 2 * D, dv, offs_n, offs_d, 3 * HEADS * D, T, D)
 
 
 def cosine_attention_backward_triton(g: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, heads: int) -> Tensor:
-    dqkv, sizes = torch.empty_like(qkv), _sizes(qkv, heads)
-    if tile := tiles.attention_backward(capability(qkv), *sizes):
+    dqkv = torch.empty_like(qkv)
+    if tile := _tile("backward", qkv, heads):
         _launch(cosine_attention_backward_kernel, tile, tile.block_m, 5, qkv, heads, g, y, lse, dqkv)
         return dqkv
     delta = torch.empty_like(lse)
-    tile_dq, tile_dkv = tiles.attention_dq(capability(qkv), *sizes), tiles.attention_dkv(capability(qkv), *sizes)
-    _launch(cosine_attention_dq_kernel, tile_dq, tile_dq.block_m, 3, qkv, heads, g, y, lse, delta, dqkv)
-    _launch(cosine_attention_dkv_kernel, tile_dkv, tile_dkv.block_n, 4, qkv, heads, g, lse, delta, dqkv)
+    tile = _tile("dq", qkv, heads)
+    _launch(cosine_attention_dq_kernel, tile, tile.block_m, 3, qkv, heads, g, y, lse, delta, dqkv)
+    tile = _tile("dkv", qkv, heads)
+    _launch(cosine_attention_dkv_kernel, tile, tile.block_n, 4, qkv, heads, g, lse, delta, dqkv)
     return dqkv
 
 
@@ -235,8 +236,9 @@ def _launch(kernel, tile: AttentionTile, block: int, products: int, qkv: Tensor,
     grid = (qkv.shape[0] * heads * triton.cdiv(tokens, block),)
     launch(
         kernel, grid, qkv, *tensors, flops=2 * products * qkv.shape[0] * heads * tokens**2 * depth,
-        T=tokens, HEADS=heads, D=depth, **options,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=_block_d(depth), num_warps=tile.warps, num_stages=tile.stages,
+        T=tokens, HEADS=heads, D=depth, SCALE=1 / math.sqrt(depth), **options,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=max(triton.next_power_of_2(depth), MIN_BLOCK_D),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -244,13 +246,9 @@ def _depth(qkv: Tensor, heads: int) -> int:
     return qkv.shape[-1] // (3 * heads)
 
 
-def _block_d(depth: int) -> int:
-    return max(triton.next_power_of_2(depth), 16)  # the depth of one tensor-core instruction
-
-
-def _sizes(qkv: Tensor, heads: int) -> tuple[int, int, int]:
-    """What tiles are chosen by."""
-    return qkv.shape[1] * qkv.shape[2], _block_d(_depth(qkv, heads)), qkv.element_size()
+def _tile(kernel: str, qkv: Tensor, heads: int) -> AttentionTile | None:
+    tokens = qkv.shape[1] * qkv.shape[2]
+    return tiles.attention(kernel, capability(qkv), tokens, _depth(qkv, heads), qkv.element_size())
 
 
 def _fake(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
