@@ -32,7 +32,7 @@ ATTENTION: dict[tuple[str, str, int], dict[float, AttentionTile | None]] = {
     ("backward", "mma", 64): {64: AttentionTile(64, 64, 4, 1)},
     # sm_90: 168, 40 KB; 255, 120 KB, and 16 bytes spilled around the loop, none in it; 64 keys a step: 284 bytes.
     # sm_100: 167, 256 of 512 columns of tensor memory; 210. Between 64 and 128 tokens half of 256 rows would be empty
-    ("backward", "wgmma", 64): {64: AttentionTile(64, 64, 4, 1), 128: None, 256: AttentionTile(256, 32, 8, 1)},
+    ("backward", "wgmma", 64): {64: AttentionTile(64, 64, 4, 1), 255: None, 256: AttentionTile(256, 32, 8, 1)},
     # sm_80: 128, 32 KB; with 64 keys 178
     ("dq", "mma", 64): {inf: AttentionTile(64, 32, 4, 2)},
     # sm_90: 137, 48 KB. sm_100: 93
