@@ -31,7 +31,7 @@ ATTENTION: dict[tuple[str, str, int], dict[float, AttentionTile | None]] = {
     # registers and 120 KB, more than consumer cards have
     ("backward", "mma", 64): {64: AttentionTile(64, 64, 4, 1)},
     # sm_90: 168, 40 KB; 255, 120 KB, and 16 bytes spilled around the loop, none in it; 64 keys a step: 284 bytes.
-    # sm_100: 167, 256 of 512 columns of tensor memory; 210. Between 64 and 128 tokens half of 256 rows would be empty
+    # sm_100: 167; 210, 256 of the 512 columns of tensor memory. Fewer tokens would leave rows empty, and spill (Triton 3.6)
     ("backward", "wgmma", 64): {64: AttentionTile(64, 64, 4, 1), 255: None, 256: AttentionTile(256, 32, 8, 1)},
     # sm_80: 128, 32 KB; with 64 keys 178
     ("dq", "mma", 64): {inf: AttentionTile(64, 32, 4, 2)},
@@ -53,9 +53,9 @@ ATTENTION: dict[tuple[str, str, int], dict[float, AttentionTile | None]] = {
     ("forward", "fp32", 64): {inf: AttentionTile(32, 32, 8, 1)},  # 170, 24 KB
     ("forward", "fp32", 128): {inf: AttentionTile(16, 32, 8, 1)},  # 56, 40 KB
     ("dq", "fp32", 64): {inf: AttentionTile(32, 32, 8, 1)},  # 172, 32 KB
-    ("dq", "fp32", 128): {inf: AttentionTile(16, 16, 8, 1)},
+    ("dq", "fp32", 128): {inf: AttentionTile(16, 16, 8, 1)},  # 174, 32 KB
     ("dkv", "fp32", 64): {inf: AttentionTile(32, 32, 8, 1)},  # 88, 36 KB
-    ("dkv", "fp32", 128): {inf: AttentionTile(32, 16, 4, 1)},  # 114, 50 KB
+    ("dkv", "fp32", 128): {inf: AttentionTile(16, 32, 8, 1)},  # 112, 50 KB
 }
 
 

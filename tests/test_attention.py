@@ -119,7 +119,12 @@ def test_saved_sums_are_those_of_eager(case):
 def test_launches():
     """Each tensor moves once in the one-program form, and every architecture has a form for every size."""
     for architecture in (80, 86, 90, 100, 120):
-        for tokens, depth, dtype in ((64, 64, torch.float16), (256, 64, torch.bfloat16), (4096, 128, torch.float16), (9, 24, torch.float32)):
+        for tokens, depth, dtype in (
+            (64, 64, torch.float16),
+            (256, 64, torch.bfloat16),
+            (4096, 128, torch.float16),
+            (9, 24, torch.float32),
+        ):
             qkv, launches = torch.empty(2, 1, tokens, 3 * 3 * depth, dtype=dtype, device="meta"), []
             with recording(launches.append, architecture):
                 y, lse = attention.cosine_attention_triton(qkv, 3)
