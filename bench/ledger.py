@@ -32,7 +32,8 @@ CLASSES = {
     "convolution": "convolution convolution_backward",
     "matrix product": "matmul mm addmm bmm baddbmm addmm_ linear",
     "attention": "_safe_softmax _softmax _softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_attention_math",
+    "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_attention_math "
+    "cosine_attention cosine_attention_dq cosine_attention_dkv",
     "reduction": "linalg_vector_norm sum mean count_nonzero",
     "copy": "_to_copy copy_ clone cat stack _unsafe_view fill_ zeros zeros_like ones_like new_zeros slice_backward "
     "select_backward index upsample_nearest2d upsample_nearest2d_backward avg_pool2d avg_pool2d_backward",
