@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -24,8 +24,8 @@ from bench.baseline import Baseline, BaselineOptimizer
 from bench.case import data_size
 from edm2.optimizer import EDM2Optimizer
 from edm2.summary import saved_bytes
-from kernels.jit import Launch, recording
-from kernels.registration import OPS, Implementations
+from kernels.jit import Launch
+from kernels.tracing import OnGPU
 
 CLASSES = {
     "convolution": "convolution convolution_backward",
@@ -82,18 +82,15 @@ class Ledger:
         return {**facts, "classes": {k: asdict(v) for k, v in self.classes.items()}, "total": asdict(self.total)}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OnGPU):
     """Adds every dispatched operator to a ledger."""
 
     def __init__(self, classes: dict[str, Entry]):
-        super().__init__()
+        super().__init__(self._launched)
         self.classes = classes
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def library(self, func, args: tuple, kwargs: dict) -> Any:
         name = func.overloadpacket.__name__
-        if func.namespace == "edm2":
-            return self._own(OPS[name], *args, **kwargs)
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -105,11 +102,6 @@ class Recorder(TorchDispatchMode):
         entry = Entry(1, flops, sum(_bytes(x) for x in (args, kwargs, out)))
         self.classes[OP_CLASS.get(name, "pointwise")].add(entry)
         return out
-
-    def _own(self, op: Implementations, *args, **kwargs):
-        """Run what a GPU would run, to see what it starts."""
-        with self, recording(self._launched):
-            return (op.triton or op.eager)(*args, **kwargs)
 
     def _launched(self, launch: Launch) -> None:
         name = launch.kernel.__name__.removesuffix("_kernel").removesuffix("_backward")

@@ -1,0 +1,30 @@
+"""What this project's ops would do on a GPU, seen without one: for the ledger and for the compile gate."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.jit import Launch, recording
+from kernels.registration import OPS
+
+
+class OnGPU(TorchDispatchMode):
+    """Runs this project's ops as a GPU of an architecture would; each launch goes to `launched`. On fake tensors."""
+
+    def __init__(self, launched: Callable[[Launch], None], capability: int = 90):
+        super().__init__()
+        self.launched = launched
+        self.capability = capability
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace != "edm2":
+            return self.library(func, args, kwargs)
+        op = OPS[func.overloadpacket.__name__]
+        with self, recording(self.launched, self.capability):
+            return (op.triton or op.eager)(*args, **kwargs)
+
+    def library(self, func, args: tuple, kwargs: dict) -> Any:
+        """An operator of PyTorch."""
+        return func(*args, **kwargs)
