@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -25,8 +25,8 @@ from bench.case import data_size
 from edm2.optimizer import EDM2Optimizer
 from edm2.summary import saved_bytes
 from edm2.weights import StepWeights
-from kernels.jit import Launch, recording
-from kernels.registration import OPS, Implementations
+from kernels.jit import Launch
+from kernels.tracing import OnGPU
 
 CLASSES = {
     "convolution": "convolution convolution_backward",
@@ -35,12 +35,12 @@ CLASSES = {
     "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_attention_math "
     "cosine_attention cosine_attention_dq cosine_attention_dkv",
     "reduction": "linalg_vector_norm sum mean count_nonzero",
-    "copy": "_to_copy copy_ clone cat stack _unsafe_view fill_ zeros zeros_like ones_like new_zeros slice_backward "
+    "copy": "_to_copy copy_ clone cat stack fill_ zeros zeros_like ones_like new_zeros slice_backward "
     "select_backward index upsample_nearest2d upsample_nearest2d_backward avg_pool2d avg_pool2d_backward",
     "optimizer": "adam _fused_adam_ lerp_ _foreach_lerp_ _foreach_mul_ _foreach_add_ _foreach_div_ nan_to_num",
 }
 OP_CLASS = {op: name for name, ops in CLASSES.items() for op in ops.split()}
-NO_LAUNCH = {"detach", "device", "promote_types", "empty", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}
+NO_LAUNCH = set("detach _unsafe_view device promote_types empty empty_like new_empty new_empty_strided lift_fresh".split())
 
 
 @dataclass
@@ -84,18 +84,15 @@ class Ledger:
         return {**facts, "classes": {k: asdict(v) for k, v in self.classes.items()}, "total": asdict(self.total)}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OnGPU):
     """Adds every dispatched operator to a ledger."""
 
     def __init__(self, classes: dict[str, Entry]):
-        super().__init__()
+        super().__init__(self._launched)
         self.classes = classes
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def library(self, func, args: tuple, kwargs: dict) -> Any:
         name = func.overloadpacket.__name__
-        if func.namespace == "edm2":
-            return self._own(OPS[name], *args, **kwargs)
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -108,12 +105,7 @@ class Recorder(TorchDispatchMode):
         self.classes[OP_CLASS.get(name, "pointwise")].add(entry)
         return out
 
-    def _own(self, op: Implementations, *args, **kwargs):
-        """Run what a GPU would run, to see what it starts."""
-        with self, recording(self.launched):
-            return (op.triton or op.eager)(*args, **kwargs)
-
-    def launched(self, launch: Launch) -> None:
+    def _launched(self, launch: Launch) -> None:
         name = launch.kernel.__name__.removesuffix("_kernel").removesuffix("_backward")
         self.classes[OP_CLASS.get(name, "pointwise")].add(Entry(1, launch.flops, launch.bytes))
 
@@ -157,9 +149,9 @@ def count(candidate: str, preset: str, batch: int, phase: str) -> Ledger:
                 model.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
             return ledger
         optimizer, weights = optimizer_type(net), weights_type(net)
+        _make_state(net, optimizer)
         model.train()
-        recorder = Recorder(ledger.classes)
-        with recorder, recording(recorder.launched):
+        with Recorder(ledger.classes):
             with weights.prepared():
                 with saved_bytes(net) as saved:
                     loss = edm2.denoising_loss(model, **inputs).sum()
@@ -168,6 +160,16 @@ def count(candidate: str, preset: str, batch: int, phase: str) -> Ledger:
             optimizer.step(0.01, 2 * batch, batch)
         ledger.saved = saved()
     return ledger
+
+
+def _make_state(net: nn.Module, optimizer) -> None:
+    """The first step of an optimizer makes its state; a step among many finds it."""
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    with OnGPU(lambda launch: None):
+        optimizer.step(0.01, 2, 1)
+    for p in net.parameters():
+        p.grad = None
 
 
 @contextmanager

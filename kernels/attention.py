@@ -281,6 +281,7 @@ _attention_backward = register(
 
 
 def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     qkv, ctx.heads = inputs
     ctx.save_for_backward(qkv, *output)
 

@@ -122,6 +122,7 @@ def _conv_autograd(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _save_conv_silu(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # u is saved, nobody differentiates it: no zeros of its size
     x, w, ctx.master, m = inputs
     ctx.save_for_backward(x, w, m, output[1])
 

@@ -127,13 +127,16 @@ _norm_backward = register(
 
 
 def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
     y, _, rms = output
     ctx.down = inputs[1]
     ctx.save_for_backward(y, rms)
 
 
-def _autograd(ctx: FunctionCtx, gy: Tensor, gs: Tensor, _: Tensor) -> tuple[Tensor, None]:
-    return _norm_backward(gy.contiguous(), gs.contiguous(), *ctx.saved_tensors, ctx.down), None
+def _autograd(ctx: FunctionCtx, gy: Tensor | None, gs: Tensor | None, _: None) -> tuple[Tensor, None]:
+    y, rms = ctx.saved_tensors
+    gy, gs = (torch.zeros_like(y) if g is None else g.contiguous() for g in (gy, gs))
+    return _norm_backward(gy, gs, y, rms, ctx.down), None
 
 
 _norm.register_autograd(_autograd, setup_context=_save)

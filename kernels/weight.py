@@ -101,9 +101,11 @@ def both_layouts(
     """Offsets of the channels from `first` of one row: in `[Cout, Cin, taps]` and in `[taps, Cout, Cin]`."""
     offs_c = first + tl.arange(0, BLOCK // taps_block(TAPS))[:, None]  # [channels, 1]
     offs_t = tl.arange(0, taps_block(TAPS))[None, :]  # [1, taps]
-    rows = (offs_t.to(tl.int64) * Cout + row_out) * Cin
-    if ALIGNED:
-        rows = tl.multiple_of(rows, (8, 8))
+    if TAPS == 1:
+        rows = row_offset(row_out, Cin, ALIGNED)  # Triton 3.9 stops at a 2-D hint on what it folds to a number
+    else:
+        rows = (offs_t.to(tl.int64) * Cout + row_out) * Cin
+        rows = tl.multiple_of(rows, (8, 8)) if ALIGNED else rows
     return start + offs_c * TAPS + offs_t, rows + offs_c, (offs_c < Cin) & (offs_t < TAPS)
 
 
@@ -188,6 +190,7 @@ _mp_weight_backward = register(
 
 
 def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     w, gain, _, ctx.heads = inputs
     ctx.save_for_backward(w, output[1], gain)
 

@@ -297,9 +297,9 @@ class TestLedger:
         ("candidate", "phase", "launches", "gigabytes"),
         [
             ("eager", "eval", 1846, 230.1),
-            ("eager", "train", 7715, 770.3),
-            ("this project", "eval", 863, 185.5),
-            ("this project", "train", 4089, 693.2),
+            ("eager", "train", 7110, 765.8),
+            ("this project", "eval", 650, 150.6),
+            ("this project", "train", 1767, 453.4),
         ],
     )
     def test_edm2_s(self, candidate, phase, launches, gigabytes):
@@ -317,7 +317,7 @@ class TestLedger:
         assert [x["candidate"] for x in ledgers] == ["eager", "eager, channels-last", "this project"]
         assert all(x["total"]["flops"] == sum(c["flops"] for c in x["classes"].values()) for x in ledgers)
         text = CliRunner().invoke(main, ["ledger", "--preset=digits", "--batch=128", "--candidate=eager"]).output
-        assert text.count("total") == 2 and "MB per image" in text and "cosine_attention eager" in text
+        assert text.count("total") == 2 and "MB per image" in text and "conv_silu eager" in text
 
     def test_unknown_preset(self):
         result = CliRunner().invoke(main, ["ledger", "--preset=digit"])

@@ -1,0 +1,167 @@
+"""Every kernel that the presets launch, compiled for three architectures without a GPU; and that faults are seen."""
+
+import pytest
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.jit import INTERPRET, Launch
+from tests.gate import planted, table
+from tests.gate.build import Facts, compile_all, compile_presets, workers
+from tests.gate.collect import CAPABILITIES, CASES, Job, distinct, job
+from tests.gate.limits import broken, violations
+from tests.gate.sass import Code
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels of the interpreter do not compile")
+HALF, FLOAT = torch.empty(64, dtype=torch.float16), torch.empty(64)
+
+
+@pytest.fixture(scope="module")
+def presets():
+    return compile_presets()
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_limits(presets, capability):
+    """Those of design §5, in every version of Triton."""
+    facts = {x: f for x, f in presets.items() if x.capability == capability}
+    assert len({x.name for x in facts}) >= 10
+    failures = broken(facts)
+    assert not failures, "\n".join(["", *failures])
+
+
+def test_table(presets):
+    """A change to what kernels are compiled to shows in the table's diff."""
+    if not table.PATH.exists():
+        pytest.skip(f"no {table.PATH.name}: limits only")
+    changes = table.differences(table.read(), table.rows(presets))
+    assert not changes, "\n".join(["", *changes, "", "If that is what you want: python -m tests.gate --update"])
+
+
+def launch(kernel, *args, **options) -> Launch:
+    return Launch(kernel, (1,), args, options, 0, 0)
+
+
+def product(m, n, k=64, warps=4, x=HALF, precision=None) -> Launch:
+    return launch(planted.product_kernel, x, x, x, 64, M=m, N=n, K=k, PRECISION=precision, num_warps=warps)
+
+
+def box() -> Launch:
+    w = TensorDescriptor(torch.empty(128, 9, 64, dtype=torch.float16), [128, 9, 64], [576, 64, 1], [128, 1, 64])
+    x = TensorDescriptor(torch.empty(128, 64, dtype=torch.float16), [128, 64], [64, 1], [128, 64])
+    return launch(planted.box_kernel, w, x, HALF, 64, M=128, N=128, K=64, num_warps=8)
+
+
+TWO = launch(planted.two_products_kernel, HALF, HALF, HALF, 64, M=128, N=512, K=16, num_warps=8)
+PLANTED = {
+    "fine": (CAPABILITIES, product(128, 128, warps=8), []),
+    "fine fp32": ((80, 90), product(32, 32, 16, x=FLOAT, precision="ieee"), []),
+    "too large": ((90,), product(128, 256, 32), ["C75", "bytes spilled", "spills in a loop"]),
+    "too large for Ampere": ((80,), product(128, 256, 32), ["bytes spilled", "spills in a loop"]),
+    "shared memory": ((90,), product(64, 64, 1024), ["of shared memory"]),
+    "tensor memory": ((100,), TWO, ["1024 columns", "a trap", "no tensor-core instruction", "4 registers"]),
+    "loaded operand": ((90,), box(), ["operands of matrix products"]),
+    "spill": ((90,), launch(planted.spilling_kernel, FLOAT, FLOAT, BLOCK=8192, num_warps=1), ["bytes spilled"]),
+    "assertion": (CAPABILITIES, launch(planted.trapping_kernel, FLOAT, debug=True), ["a trap"]),
+    "error": ((90,), launch(planted.failing_kernel, FLOAT), ["does not compile"]),
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """The violations of all planted kernels."""
+    jobs = {job(x, capability): name for name, (capabilities, x, _) in PLANTED.items() for capability in capabilities}
+    with workers() as pool:
+        return {(jobs[x], x.capability): list(violations(x, f)) for x, f in compile_all(pool, list(jobs)).items()}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted(found, name):
+    """Each fault is named, and nothing else."""
+    capabilities, _, expected = PLANTED[name]
+    for capability in capabilities:
+        messages = found[name, capability]
+        assert all(any(text in m for m in messages) for text in expected), messages
+        assert all(any(text in m for text in expected) for m in messages), messages
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (Facts(registers=40, spilled=32), None),
+        (Facts(registers=40, spilled=36), "36 bytes spilled"),
+        (Facts(registers=16), None),
+        (Facts(registers=32, wants_products=True, products=8), "32 registers"),
+        (Facts(registers=33, wants_products=True, products=8), None),
+        (Facts(registers=99, wants_products=True), "no tensor-core"),
+        (Facts(registers=99, products=8, wants_products=True, spilled=4, spills_in_loops=1), "1 spills in a loop"),
+        (Facts(registers=99, shared=232448, tensor_memory=512), None),
+        (Facts(registers=99, shared=232449), "232449 bytes of shared memory"),
+    ],
+)
+def test_edges_of_the_limits(facts, message):
+    messages = list(violations(Job(90, "", "", (), ()), facts))
+    assert len(messages) == bool(message) and all(message in m for m in messages)
+
+
+LISTING = """
+        /*0000*/              {first} ;
+        /*0010*/              HGMMA.64x128x16.F32 R24, gdesc[UR4], R24 ;   /* 0x1 */
+        /*0020*/              HFMA2.MMA R61, -RZ, RZ, 0, 0 ;
+        /*0030*/              @!P1 BRA 0x0090 ;
+        /*0040*/              {inside} ;
+        /*0050*/              @P0 BRA 0x0010 ;
+        /*0060*/              {after} ;
+        /*0070*/              @P2 BRA 0x0060 ;
+        /*0080*/              EXIT ;
+        /*0090*/              {aside} ;
+        /*00a0*/              BRA 0x0040 ;
+        /*00b0*/              BRA 0x00b0 ;
+"""
+
+
+@pytest.mark.parametrize(("place", "count"), [("first", 0), ("inside", 1), ("after", 0), ("aside", 1)])
+def test_spills_count_where_control_returns_to_a_product(place, count):
+    """Also out of line; not in another loop, nor around the loop."""
+    nothing = dict.fromkeys(("first", "inside", "after", "aside"), "NOP")
+    code = Code(LISTING.format(**{**nothing, place: "STL [R1+0x4], R5"}))
+    assert len(code.instructions) == 12 and len(code.tensor_core) == 1 and code.spills_in_loops() == count
+
+
+def test_jobs_are_what_triton_tells_apart():
+    def of(*args, **options):
+        return job(launch(planted.product_kernel, HALF, HALF, HALF, *args, **options), 90)
+
+    assert of(32) == of(64) and of(17) == of(18)
+    assert len({of(1), of(17), of(32), of(2**32), of(None), of(32, M=16), of(32, num_warps=8)}) == 7
+    assert job(product(64, 64), 80) != job(product(64, 64), 90)
+    assert str(job(box(), 90)).startswith("sm_90 box_kernel(fp16[128x1x64] fp16[128x64] fp16 16)")
+
+
+def test_of_incomplete_cases_one_job_for_each_shape_class():
+    complete, other = CASES[0], CASES[-1]
+    jobs = [job(launch(planted.failing_kernel, HALF, C=c, BLOCK=b), 90) for c, b in [(192, 1), (384, 1), (64, 1), (64, 2), (32, 2)]]
+    assert complete.complete and not other.complete
+    assert distinct([complete, other], [jobs[:2], jobs[1:]]) == [jobs[0], jobs[1], jobs[3]]
+
+
+class TestTable:
+    old = {("sm_90", "k", "fp16 16", "C=8, D=1"): ("40", "0", "0", "0", "0"), ("sm_90", "m", "", ""): ("1",) * 5}
+
+    def test_round_trip(self, tmp_path):
+        table.write(self.old, tmp_path / "table.csv")
+        assert table.read(tmp_path / "table.csv") == self.old and table.read(tmp_path / "none.csv") == {}
+
+    def test_differences_in_words(self):
+        key, gone = self.old
+        new = {key: ("48", "8", "0", "0", "0"), ("sm_90", "n", "", ""): ("1",) * 5}
+        assert table.differences(self.old, self.old) == []
+        assert table.differences(self.old, new) == [
+            "registers 40 → 48, spilled 0 → 8: sm_90 k fp16 16 C=8, D=1",
+            "gone: sm_90 m  ",
+            "new: sm_90 n  ",
+        ]
+
+    def test_rows_leave_out_what_does_not_compile(self):
+        jobs = [Job(90, "module", "kernel", (torch.float16, 16), (("C", c), ("SCALE", 1 / 3))) for c in (8, 16)]
+        rows = table.rows({jobs[0]: Facts(registers=40, shared=16), jobs[1]: Facts(failure="no")})
+        assert rows == {("sm_90", "kernel", "fp16 16", "C=8 SCALE=0.3333"): ("40", "0", "16", "0", "0")}
