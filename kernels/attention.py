@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 from kernels import eager, tiles
 from kernels.checks import check_activation
 from kernels.jit import EPS, capability, launch
-from kernels.registration import register
+from kernels.registration import register, register_derivative
 from kernels.tiles import AttentionTile
 
 MAX_DEPTH = 128  # channels per head: beyond, exp(±√D) spans more than fp16 does
@@ -281,14 +281,11 @@ _attention_backward = register(
 
 
 def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
     qkv, ctx.heads = inputs
     ctx.save_for_backward(qkv, *output)
 
 
-_attention.register_autograd(
-    lambda ctx, g, _: (_attention_backward(g.contiguous(), *ctx.saved_tensors, ctx.heads), None), setup_context=_save
-)
+register_derivative(_attention, _save, lambda ctx, g, _: (_attention_backward(g.contiguous(), *ctx.saved_tensors, ctx.heads), None))
 
 
 def cosine_attention(qkv: Tensor, heads: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch.autograd.function import FunctionCtx
 
 from kernels import eager
 from kernels.checks import check_activation, check_like, check_shape, check_weight
-from kernels.registration import register
+from kernels.registration import register, register_derivative
 from kernels.weight import Weight, split_gradient, unpack
 
 
@@ -122,7 +122,6 @@ def _conv_autograd(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _save_conv_silu(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # u is saved, nobody differentiates it: no zeros of its size
     x, w, ctx.master, m = inputs
     ctx.save_for_backward(x, w, m, output[1])
 
@@ -153,7 +152,7 @@ def _conv_cat_sum_autograd(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor | None, 
     return dx, *split_gradient(dw, ctx.master), da, db, *split_gradient(dw_skip, ctx.master_skip), None, None, None
 
 
-_conv.register_autograd(_conv_autograd, setup_context=_save_conv)
-_conv_silu.register_autograd(_conv_silu_autograd, setup_context=_save_conv_silu)
-_conv_sum.register_autograd(_conv_sum_autograd, setup_context=_save_conv_sum)
-_conv_cat_sum.register_autograd(_conv_cat_sum_autograd, setup_context=_save_conv_cat_sum)
+register_derivative(_conv, _save_conv, _conv_autograd)
+register_derivative(_conv_silu, _save_conv_silu, _conv_silu_autograd)
+register_derivative(_conv_sum, _save_conv_sum, _conv_sum_autograd)
+register_derivative(_conv_cat_sum, _save_conv_cat_sum, _conv_cat_sum_autograd)

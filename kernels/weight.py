@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from kernels import eager
 from kernels.jit import EPS, launch
-from kernels.registration import register
+from kernels.registration import register, register_derivative
 
 
 class PreparedWeight(NamedTuple):
@@ -190,7 +190,6 @@ _mp_weight_backward = register(
 
 
 def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
     w, gain, _, ctx.heads = inputs
     ctx.save_for_backward(w, output[1], gain)
 
@@ -201,7 +200,7 @@ def _autograd(ctx: FunctionCtx, g: Tensor, _: Tensor) -> tuple[Tensor, Tensor | 
     return dw, None if gain is None else dgain, None, None
 
 
-_mp_weight.register_autograd(_autograd, setup_context=_save)
+register_derivative(_mp_weight, _save, _autograd)
 
 
 def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0) -> Tensor:
