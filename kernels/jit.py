@@ -7,12 +7,13 @@ of the device, so that what the ledger counts and what the compile gate compiles
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import reference
 
@@ -94,6 +95,20 @@ def launch(
             kernel[grid](*args, **OPTIONS, **options)
     else:
         kernel[grid](*args, **OPTIONS, **options)
+
+
+class RecordedBox(NamedTuple):
+    """A tensor descriptor of a fake tensor, which lies nowhere."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+
+
+def descriptor(x: Tensor, *block: int) -> TensorDescriptor | RecordedBox:
+    """x, accessed in boxes of the size `block`."""
+    return (RecordedBox if is_recording() else TensorDescriptor)(x, list(x.shape), list(x.stride()), list(block))
 
 
 def _tensor(arg: Any) -> Tensor | None:
