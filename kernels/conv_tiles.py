@@ -1,9 +1,15 @@
-"""Tiles of the convolutions, as data with the reasons beside them: no timings yet, but what compiles without spills."""
+"""Tiles of the convolutions, as data with the reasons beside them: no timings yet, but what compiles without spills.
+
+What decides in large convolutions is by all counts the traffic between L2 and the multiprocessors: a tile of M × N needs
+4,096·(M + N)/(M·N) bytes per clock at the full rate of Hopper's tensor cores. `RATE` of them is what to expect, so that
+wide tiles are worth some padding.
+"""
 
 from dataclasses import dataclass
 
 import triton
 
+RATE = 35  # bytes per clock and multiprocessor, an assumption: about 6 TB/s on an H100
 MULTIPROCESSORS = 132  # that work is divided for; a constant, so that sums have one order on every device
 
 
@@ -16,10 +22,10 @@ class ConvTile:
     block_k: int
     warps: int
     stages: int
-    boxes: bool  # through tensor descriptors
+    boxes: bool = True  # through tensor descriptors
 
     def box(self, height: int, width: int) -> tuple[int, int, int]:
-        """Images, rows and columns of a program's pixels. Divides into quarters of whole rows."""
+        """Images, rows and columns of a program's pixels. They divide into quarters of whole rows."""
         bw = min(16, triton.next_power_of_2(width))
         bh = min(self.pixels // bw, triton.next_power_of_2(height))
         return self.pixels // (bw * bh), bh, bw
@@ -34,7 +40,7 @@ class WgradTile:
     pixels: int
     warps: int
     stages: int
-    boxes: bool
+    boxes: bool = True
 
     def box(self, height: int, width: int) -> tuple[tuple[int, int, int], bool]:
         """Images, rows and columns of a step's pixels, and whether these are consecutive in memory.
@@ -49,58 +55,70 @@ class WgradTile:
         return (1, 1, min(self.pixels, max(16, triton.next_power_of_2(width)))), False
 
 
-# Kind of matrix product → channels that a tile fits, in the order of preference.
-CONV: dict[str, dict[int, ConvTile]] = {
-    # The least traffic of L2 (37 bytes per cycle and multiprocessor at full rate) and shared memory.
-    "wgmma": {
-        192: ConvTile((128, 64), 256, 64, 8, 3, True),
-        128: ConvTile((128, 0), 256, 64, 8, 3, True),
-        64: ConvTile((64, 0), 256, 64, 4, 2, True),
-    },
-    # Two programs per multiprocessor; fits the 99 KB of consumer cards.
-    "mma": {
-        128: ConvTile((128, 0), 128, 32, 8, 3, False),
-        64: ConvTile((64, 0), 128, 32, 4, 3, False),
-    },
-    "fp32": {64: ConvTile((64, 0), 64, 16, 8, 1, False)},
+# Kind of matrix product → tiles of each number of channels, the most pixels first. Fewer pixels are for small batches,
+# which would leave multiprocessors idle; channels and steps never follow the batch, so that it cannot change a sum.
+# Registers and shared memory of sm_90 (Triton 3.9), over all epilogues.
+CONV: dict[str, list[list[ConvTile]]] = {
+    "wgmma": [
+        # 37 bytes per clock, the least of all that fit. 234 to 255 registers, 168 KB
+        [ConvTile((128, 64), 256, 64, 8, 3), ConvTile((128, 64), 128, 64, 8, 4), ConvTile((128, 64), 64, 64, 4, 4)],
+        # 48. 155 to 255, 144 KB
+        [ConvTile((128, 0), 256, 64, 8, 3), ConvTile((128, 0), 128, 64, 8, 4), ConvTile((128, 0), 64, 64, 4, 4)],
+        # 80. Two programs per multiprocessor, 80 KB: for narrow networks and the last convolution
+        [ConvTile((64, 0), 256, 64, 4, 2), ConvTile((64, 0), 128, 64, 4, 4), ConvTile((64, 0), 64, 64, 4, 6)],
+    ],
+    # Two programs per multiprocessor, 24 to 32 KB: fits consumer cards. sm_80: 128 to 178 registers
+    "mma": [
+        [ConvTile((128, 0), 128, 32, 8, 3, False), ConvTile((128, 0), 64, 32, 4, 3, False)],
+        [ConvTile((64, 0), 128, 32, 4, 3, False), ConvTile((64, 0), 64, 32, 4, 3, False)],
+    ],
 }
-WGRAD: dict[str, dict[int, WgradTile]] = {
-    "wgmma": {
-        192: WgradTile((128, 64), (128, 64), 64, 8, 3, True),
-        128: WgradTile((128, 0), (128, 0), 64, 8, 3, True),
-        64: WgradTile((64, 0), (64, 0), 64, 4, 3, True),
-    },
-    "mma": {
-        128: WgradTile((128, 0), (128, 0), 32, 8, 3, False),
-        64: WgradTile((64, 0), (64, 0), 32, 4, 3, False),
-    },
-    "fp32": {64: WgradTile((64, 0), (64, 0), 16, 8, 1, False)},
+WGRAD: dict[str, list[WgradTile]] = {
+    "wgmma": [
+        WgradTile((128, 64), (128, 64), 64, 8, 3),  # 43 bytes per clock. 172 registers, 144 KB
+        WgradTile((128, 0), (256, 0), 64, 8, 3),  # 48
+        WgradTile((128, 0), (128, 0), 64, 8, 3),  # 64
+        WgradTile((64, 0), (128, 64), 64, 4, 3),  # 85
+        WgradTile((128, 64), (64, 0), 64, 4, 3),
+        WgradTile((64, 0), (64, 0), 64, 4, 3),  # 128
+    ],
+    "mma": [WgradTile((128, 0), (128, 0), 32, 8, 3, False), WgradTile((64, 0), (64, 0), 32, 4, 3, False)],
 }
 
 
-def kind(capability: int, itemsize: int) -> str:
+def kind(capability: int) -> str:
     """sm_90 to sm_110 have wgmma or tcgen05 and 227 KB; others mma, down to 99 KB."""
-    return "fp32" if itemsize == 4 else "wgmma" if 90 <= capability < 120 else "mma"
+    return "wgmma" if 90 <= capability < 120 else "mma"
 
 
-def conv(capability: int, itemsize: int, pixels: int, channels: int, depth: int) -> ConvTile:
-    """For `channels` sums over `depth` channels at `pixels`."""
-    rows = CONV[kind(capability, itemsize)]
-    return rows[_fitting(channels, rows)]
+def conv(capability: int, itemsize: int, pixels: int, channels: int) -> ConvTile | None:
+    """For `channels` at `pixels`. None: the library's, for fp32 at full precision, which tensor cores do not compute."""
+    if itemsize == 4:
+        return None
+    tiles = min(CONV[kind(capability)], key=lambda tiles: _cost(channels, sum(tiles[0].channels), tiles[0].pixels))
+    blocks = -(-channels // sum(tiles[0].channels))
+    return next((x for x in tiles if blocks * (pixels // x.pixels) > 0.9 * MULTIPROCESSORS), tiles[-1])
 
 
-def wgrad(capability: int, itemsize: int, channels: int, depth: int) -> WgradTile:
+def wgrad(capability: int, itemsize: int, channels: int, depth: int) -> WgradTile | None:
     """For a gradient of `channels` × `depth`."""
-    rows = WGRAD[kind(capability, itemsize)]
-    return rows[min(_fitting(channels, rows), _fitting(depth, rows))]
+    if itemsize == 4:
+        return None
+    return min(
+        WGRAD[kind(capability)],
+        key=lambda x: _cost(channels, sum(x.rows), sum(x.columns)) * _padded(depth, sum(x.columns)) / depth,
+    )
 
 
 def splits(tiles: int, steps: int) -> int:
-    """Among how many programs a tile's steps are divided: three waves of programs, if there are steps for them."""
+    """Among how many programs the steps of each tile are divided: three waves of programs, if there are steps for them."""
     return max(1, min(3 * MULTIPROCESSORS // tiles, steps // 4))
 
 
-def _fitting(channels: int, widths) -> int:
-    """The widest whose padding wastes no more than a tenth, else the one that wastes least."""
-    waste = {width: -(-channels // width) * width / channels for width in widths}
-    return next((width for width in widths if waste[width] <= 1.1), min(waste, key=waste.get))
+def _cost(channels: int, m: int, n: int) -> float:
+    """Of computing `channels` by tiles of m × n."""
+    return _padded(channels, m) * max(1.0, 4096 * (m + n) / (m * n) / RATE)
+
+
+def _padded(size: int, block: int) -> int:
+    return -(-size // block) * block

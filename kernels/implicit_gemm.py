@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import conv_tiles
+from kernels.conv_tiles import ConvTile
 from kernels.jit import capability, descriptor, launch, mp_silu, mp_silu_grad
 from kernels.pixels import load_pixels, store_pixels
 from kernels.wgrad import sum_parts
@@ -30,14 +31,14 @@ def conv_kernel(
     x, w0, w1, a, wa0, wa1, b, wb0, wb1, y0, y1, extra0, extra1, aux0, aux1, m_ptr, dm_ptr,
     N, H, W, stride_m,
     K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+    STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr, SCALE_X: tl.constexpr, SCALE_A: tl.constexpr,
     EPILOGUE: tl.constexpr, SCALE: tl.constexpr, SCALE_AUX: tl.constexpr, CLIP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BLOCK_K: tl.constexpr,
     BOXES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """x `[N, H, W, K]` with 9 or 1 TAPS, then sources a and b with 1, if given. See `finish` for the EPILOGUEs.
 
-    The accumulator is multiplied by SCALE_A after source a, by SCALE_B after b and by SCALE in the end.
+    The accumulator is multiplied by SCALE_X before source a, by SCALE_A before b and by SCALE in the end.
     """
     tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
     tiles_c: tl.constexpr = (C + BN0 + BN1 - 1) // (BN0 + BN1)
@@ -47,22 +48,20 @@ def conv_kernel(
 
     acc0 = tl.zeros([BN0, BI * BH * BW], tl.float32)
     acc1 = tl.zeros([BN1 if BN1 > 0 else 1, BI * BH * BW], tl.float32)
-    if a is not None:
-        acc0, acc1 = accumulate(
-            acc0, acc1, a, wa0, wa1, n, h, w, c, N, H, W,
-            KA, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
-        )  # fmt: skip
-        acc0, acc1 = acc0 * SCALE_A, acc1 * SCALE_A
-    if b is not None:
-        acc0, acc1 = accumulate(
-            acc0, acc1, b, wb0, wb1, n, h, w, c, N, H, W,
-            KB, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
-        )  # fmt: skip
-        acc0, acc1 = acc0 * SCALE_B, acc1 * SCALE_B
     acc0, acc1 = accumulate(
         acc0, acc1, x, w0, w1, n, h, w, c, N, H, W,
         K, C, STRIDE_W, TAPS, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
     )  # fmt: skip
+    if a is not None:
+        acc0, acc1 = accumulate(
+            acc0 * SCALE_X, acc1 * SCALE_X, a, wa0, wa1, n, h, w, c, N, H, W,
+            KA, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+        )  # fmt: skip
+    if b is not None:
+        acc0, acc1 = accumulate(
+            acc0 * SCALE_A, acc1 * SCALE_A, b, wb0, wb1, n, h, w, c, N, H, W,
+            KB, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+        )  # fmt: skip
     if BN1 > 0:  # the smaller accumulator first: fewer registers
         finish(
             acc1, y1, extra1, aux1, m_ptr, dm_ptr, n, h, w, c + BN0, part, N, H, W, stride_m,
@@ -126,9 +125,8 @@ def finish(
 ):  # fmt: skip
     """From the accumulator [BN, P] to memory. With u = SCALE·acc, by EPILOGUE:
 
-    plain: y = u.
-    silu: y = MP-SiLU(u·m), extra = u if given.
-    sum: y = u + SCALE_AUX·aux, clipped; extra = MP-SiLU(y) if given.
+    sum: y = u + SCALE_AUX·aux, clipped, the latter two if given; extra = MP-SiLU(y) if given.
+    silu: y = MP-SiLU(u·m); extra = u if given.
     silu_grad: y = du and dm of the silu above for the gradient u of its result, aux being its u. dm by parts, one for
     each quarter.
     """
@@ -140,14 +138,14 @@ def finish(
         u = tl.where(s < 2, tl.where(s < 1, q0, q1), tl.where(s < 3, q2, q3))  # [BN, P/4]
         u = u * SCALE
         image, row = n + s // PARTS * QI, h + s % PARTS * QH
-        if EPILOGUE == "plain":
-            value = u
-        elif EPILOGUE == "silu":
+        if EPILOGUE == "silu":
             if extra is not None:
                 store_pixels(extra, u, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
             value = mp_silu(modulated(u, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN))
         elif EPILOGUE == "sum":
-            value = u + load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * SCALE_AUX
+            value = u
+            if aux is not None:
+                value += load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * SCALE_AUX
             if CLIP is not None:
                 value = tl.clamp(value, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
             if extra is not None:
@@ -210,7 +208,7 @@ class Source(NamedTuple):
 def convolve(
     x: Tensor,
     w: Tensor,
-    epilogue: str = "plain",
+    epilogue: str = "sum",
     *,
     transposed: bool = False,
     sources: Sequence[Source] = (),
@@ -220,22 +218,23 @@ def convolve(
     clip: float | None = None,
     with_extra: bool = False,
     m: Tensor | None = None,
+    tile: ConvTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y and extra, or y and dm, of an epilogue (see `finish`).
 
     x `[N, H, W, K]`, w `[9 or 1, C, K]` (for the input gradient `transposed`, `[9 or 1, K, C]`), m `[N, C]`, aux
-    `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added, each with a scale of its own.
+    `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added, each times a scale of its own, not 0.
     """
     (n, height, width, depth), channels = x.shape, w.shape[2 if transposed else 1]
     y = x.new_empty(n, height, width, channels)
     extra = torch.empty_like(y) if with_extra else None
-    tile = conv_tiles.conv(capability(x), x.element_size(), n * height * width, channels, depth)
+    tile = tile or conv_tiles.conv(capability(x), x.element_size(), n * height * width, channels)
     bi, bh, bw = tile.box(height, width)
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
     sums = None
     if epilogue == "silu_grad":
         sums = m.new_empty(n, max(4 // bi, 1) * tiles_image, channels, dtype=torch.float32)
-    scales = [source.scale for source in sources] + [scale]  # the accumulator is multiplied by their ratios
+    scales = [scale] + [source.scale for source in sources]  # the accumulator is multiplied by their ratios
 
     a, b = (*sources, None, None)[:2]
     views = _Views(tile, (bi, bh, bw))
@@ -248,8 +247,8 @@ def convolve(
         n, height, width, 0 if m is None else m.stride(0),
         K=depth, KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, C=channels, TAPS=w.shape[0],
         TRANSPOSED=transposed, STRIDE_W=w.stride(1), STRIDE_WA=a.w.stride(1) if a else 0,
-        SCALE_A=scales[0] / scales[1] if a else 1.0, SCALE_B=scales[1] / scales[2] if b else 1.0,
-        EPILOGUE=epilogue, SCALE=scale, SCALE_AUX=scale_aux, CLIP=clip,
+        SCALE_X=scales[0] / scales[1] if a else 1.0, SCALE_A=scales[1] / scales[2] if b else 1.0,
+        EPILOGUE=epilogue, SCALE=scales[-1], SCALE_AUX=scale_aux, CLIP=clip,
         BI=bi, BH=bh, BW=bw, BN0=tile.channels[0], BN1=tile.channels[1], BLOCK_K=tile.block_k,
         BOXES=tile.boxes, STAGES=EPILOGUE_STAGES, num_warps=tile.warps, num_stages=tile.stages,
         flops=2 * n * height * width * channels * (w.shape[0] * depth + sum(source.x.shape[3] for source in sources)),
@@ -264,7 +263,7 @@ def convolve(
 class _Views(NamedTuple):
     """How the kernel reaches tensors: descriptors with the boxes of a tile, or the tensors themselves."""
 
-    tile: conv_tiles.ConvTile
+    tile: ConvTile
     box: tuple[int, int, int]
 
     def input(self, x: Tensor) -> Any:

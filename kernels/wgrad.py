@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import conv_tiles
+from kernels.conv_tiles import WgradTile
 from kernels.jit import capability, descriptor, launch
 from kernels.pixels import load_pixels
 
@@ -107,7 +108,9 @@ def sum_parts_kernel(parts_ptr, y_ptr, parts, stride_part, stride_row, stride_y,
     tl.store(y_ptr + row * stride_y + offs, total.to(y_ptr.dtype.element_ty), offs < L)
 
 
-def weight_gradient(g: Tensor, x: Tensor, taps: int, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+def weight_gradient(
+    g: Tensor, x: Tensor, taps: int, scale: float = 1.0, out: Tensor | None = None, tile: WgradTile | None = None
+) -> Tensor:
     """scale · dw, fp32 `[taps, C, K]`, of a convolution with 9 or 1 taps: g `[N, H, W, C]`, x `[N, H, W, K]`.
 
     Into `out`, if given: `[taps, C, K]`, whose rows may lie apart.
@@ -116,7 +119,7 @@ def weight_gradient(g: Tensor, x: Tensor, taps: int, scale: float = 1.0, out: Te
     dw = g.new_empty(taps, channels, depth, dtype=torch.float32) if out is None else out
     if x.numel() == 0:
         return dw.zero_()
-    tile = conv_tiles.wgrad(capability(x), x.element_size(), channels, depth)
+    tile = tile or conv_tiles.wgrad(capability(x), x.element_size(), channels, depth)
     (bi, bh, bw), flat = tile.box(height, width)
     steps = triton.cdiv(n, bi) * triton.cdiv(height, bh) * triton.cdiv(width, bw)
     tiles = taps * triton.cdiv(channels, sum(tile.rows)) * triton.cdiv(depth, sum(tile.columns))
