@@ -29,12 +29,12 @@ from kernels.jit import Launch
 from kernels.tracing import OnGPU
 
 CLASSES = {
-    "convolution": "convolution convolution_backward",
+    "convolution": "convolution convolution_backward conv wgrad",
     "matrix product": "matmul mm addmm bmm baddbmm addmm_ linear",
     "attention": "_safe_softmax _softmax _softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_attention_math "
     "cosine_attention cosine_attention_dq cosine_attention_dkv",
-    "reduction": "linalg_vector_norm sum mean count_nonzero",
+    "reduction": "linalg_vector_norm sum mean count_nonzero sum_parts sum_rows",
     "copy": "_to_copy copy_ clone cat stack fill_ zeros zeros_like ones_like new_zeros slice_backward "
     "select_backward index upsample_nearest2d upsample_nearest2d_backward avg_pool2d avg_pool2d_backward",
     "optimizer": "adam _fused_adam_ lerp_ _foreach_lerp_ _foreach_mul_ _foreach_add_ _foreach_div_ nan_to_num",

@@ -91,19 +91,20 @@ def kind(capability: int) -> str:
     return "wgmma" if 90 <= capability < 120 else "mma"
 
 
-def conv(capability: int, itemsize: int, pixels: int, channels: int) -> ConvTile | None:
-    """For `channels` at `pixels`. None: the library's, for fp32 at full precision, which tensor cores do not compute."""
-    if itemsize == 4:
-        return None
+def library(itemsize: int) -> bool:
+    """Does the library convolve? In fp32: at full precision tensor cores compute nothing, and nothing is to be gained."""
+    return itemsize == 4
+
+
+def conv(capability: int, pixels: int, channels: int) -> ConvTile:
+    """For `channels` at `pixels`."""
     tiles = min(CONV[kind(capability)], key=lambda tiles: _cost(channels, sum(tiles[0].channels), tiles[0].pixels))
     blocks = -(-channels // sum(tiles[0].channels))
     return next((x for x in tiles if blocks * (pixels // x.pixels) > 0.9 * MULTIPROCESSORS), tiles[-1])
 
 
-def wgrad(capability: int, itemsize: int, channels: int, depth: int) -> WgradTile | None:
+def wgrad(capability: int, channels: int, depth: int) -> WgradTile:
     """For a gradient of `channels` × `depth`."""
-    if itemsize == 4:
-        return None
     return min(
         WGRAD[kind(capability)],
         key=lambda x: _cost(channels, sum(x.rows), sum(x.columns)) * _padded(depth, sum(x.columns)) / depth,

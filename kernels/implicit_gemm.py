@@ -31,15 +31,12 @@ def conv_kernel(
     x, w0, w1, a, wa0, wa1, b, wb0, wb1, y0, y1, extra0, extra1, aux0, aux1, m_ptr, dm_ptr,
     N, H, W, stride_m,
     K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr, SCALE_X: tl.constexpr, SCALE_A: tl.constexpr,
+    STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr,
     EPILOGUE: tl.constexpr, SCALE: tl.constexpr, SCALE_AUX: tl.constexpr, CLIP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BLOCK_K: tl.constexpr,
     BOXES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x `[N, H, W, K]` with 9 or 1 TAPS, then sources a and b with 1, if given. See `finish` for the EPILOGUEs.
-
-    The accumulator is multiplied by SCALE_X before source a, by SCALE_A before b and by SCALE in the end.
-    """
+    """x `[N, H, W, K]` with 9 or 1 TAPS, then sources a and b with 1, if given. See `finish` for the EPILOGUEs."""
     tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
     tiles_c: tl.constexpr = (C + BN0 + BN1 - 1) // (BN0 + BN1)
     c, tile = tl.program_id(0) % tiles_c * (BN0 + BN1), tl.program_id(0) // tiles_c
@@ -54,12 +51,12 @@ def conv_kernel(
     )  # fmt: skip
     if a is not None:
         acc0, acc1 = accumulate(
-            acc0 * SCALE_X, acc1 * SCALE_X, a, wa0, wa1, n, h, w, c, N, H, W,
+            acc0, acc1, a, wa0, wa1, n, h, w, c, N, H, W,
             KA, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
         )  # fmt: skip
     if b is not None:
         acc0, acc1 = accumulate(
-            acc0 * SCALE_A, acc1 * SCALE_A, b, wb0, wb1, n, h, w, c, N, H, W,
+            acc0, acc1, b, wb0, wb1, n, h, w, c, N, H, W,
             KB, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
         )  # fmt: skip
     if BN1 > 0:  # the smaller accumulator first: fewer registers
@@ -198,11 +195,10 @@ def store_sums(
 
 
 class Source(NamedTuple):
-    """A tensor `[N, H, W, K]`, its weight `[1, C, K]`, and what their product is multiplied by."""
+    """A tensor `[N, H, W, K]` and its weight `[1, C, K]`, whose rows may lie apart."""
 
     x: Tensor
     w: Tensor
-    scale: float
 
 
 def convolve(
@@ -223,18 +219,17 @@ def convolve(
     """y and extra, or y and dm, of an epilogue (see `finish`).
 
     x `[N, H, W, K]`, w `[9 or 1, C, K]` (for the input gradient `transposed`, `[9 or 1, K, C]`), m `[N, C]`, aux
-    `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added, each times a scale of its own, not 0.
+    `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added before the scale.
     """
     (n, height, width, depth), channels = x.shape, w.shape[2 if transposed else 1]
     y = x.new_empty(n, height, width, channels)
     extra = torch.empty_like(y) if with_extra else None
-    tile = tile or conv_tiles.conv(capability(x), x.element_size(), n * height * width, channels)
+    tile = tile or conv_tiles.conv(capability(x), n * height * width, channels)
     bi, bh, bw = tile.box(height, width)
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
     sums = None
     if epilogue == "silu_grad":
         sums = m.new_empty(n, max(4 // bi, 1) * tiles_image, channels, dtype=torch.float32)
-    scales = [scale] + [source.scale for source in sources]  # the accumulator is multiplied by their ratios
 
     a, b = (*sources, None, None)[:2]
     views = _Views(tile, (bi, bh, bw))
@@ -247,8 +242,7 @@ def convolve(
         n, height, width, 0 if m is None else m.stride(0),
         K=depth, KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, C=channels, TAPS=w.shape[0],
         TRANSPOSED=transposed, STRIDE_W=w.stride(1), STRIDE_WA=a.w.stride(1) if a else 0,
-        SCALE_X=scales[0] / scales[1] if a else 1.0, SCALE_A=scales[1] / scales[2] if b else 1.0,
-        EPILOGUE=epilogue, SCALE=scales[-1], SCALE_AUX=scale_aux, CLIP=clip,
+        EPILOGUE=epilogue, SCALE=scale, SCALE_AUX=scale_aux, CLIP=clip,
         BI=bi, BH=bh, BW=bw, BN0=tile.channels[0], BN1=tile.channels[1], BLOCK_K=tile.block_k,
         BOXES=tile.boxes, STAGES=EPILOGUE_STAGES, num_warps=tile.warps, num_stages=tile.stages,
         flops=2 * n * height * width * channels * (w.shape[0] * depth + sum(source.x.shape[3] for source in sources)),

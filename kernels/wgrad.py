@@ -119,7 +119,7 @@ def weight_gradient(
     dw = g.new_empty(taps, channels, depth, dtype=torch.float32) if out is None else out
     if x.numel() == 0:
         return dw.zero_()
-    tile = tile or conv_tiles.wgrad(capability(x), x.element_size(), channels, depth)
+    tile = tile or conv_tiles.wgrad(capability(x), channels, depth)
     (bi, bh, bw), flat = tile.box(height, width)
     steps = triton.cdiv(n, bi) * triton.cdiv(height, bh) * triton.cdiv(width, bw)
     tiles = taps * triton.cdiv(channels, sum(tile.rows)) * triton.cdiv(depth, sum(tile.columns))

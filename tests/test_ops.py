@@ -15,7 +15,7 @@ from tests.conftest import relative_error
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-6}
 HALF = [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16]  # the interpreter's bf16 does not round
 DTYPES = [torch.float64, torch.float32, *HALF]
-pytestmark = pytest.mark.filterwarnings(r"ignore:.*(torch.float64|a raw weight of):kernels.FallbackWarning")
+pytestmark = pytest.mark.filterwarnings(r"ignore:.*(torch.float64|a raw weight of|t = 0):kernels.FallbackWarning")
 
 
 @dataclass
@@ -81,6 +81,17 @@ CASES = {
         "conv_cat_sum",
         [(1, 3, 3, 8), (9, 40, 8), (1, 3, 3, 8), (1, 3, 3, 8), (1, 40, 16)],
         {"cat_t": 0.5, "t": 0.3, "clip": 0.5},
+    ),
+    "residual_branch": Case(
+        "residual_branch", [(2, 5, 3, 8), (9, 40, 8), (2, 40), (9, 16, 40), (2, 5, 3, 16)], {"t": 0.3}
+    ),
+    "residual_branch clip": Case(
+        "residual_branch", [(3, 4, 4, 16), (9, 24, 16), (3, 24), (1, 8, 24), (3, 4, 4, 8)], {"t": 0.4, "clip": 0.5}
+    ),
+    "residual_branch_cat": Case(
+        "residual_branch_cat",
+        [(1, 3, 5, 24), (9, 16, 24), (1, 16), (9, 40, 16), (1, 3, 5, 8), (1, 3, 5, 16), (1, 40, 24)],
+        {"cat_t": 0.4, "t": 0.3, "clip": 0.5},
     ),
     "cosine_attention": Case("cosine_attention", [(2, 3, 5, 2 * 3 * 40)], {"heads": 2}),
     "cosine_attention two tokens": Case("cosine_attention", [(1, 1, 2, 2 * 3 * 8)], {"heads": 2}),
@@ -151,6 +162,14 @@ SMALL = {
         [(1, 2, 2, 2), (9, 2, 2), (1, 2, 2, 2), (1, 2, 2, 1), (1, 2, 3)],
         {"cat_t": 0.4, "t": 0.3, "clip": 0.6},
     ),
+    "residual_branch": Case(
+        "residual_branch", [(2, 2, 2, 2), (9, 2, 2), (2, 2), (9, 2, 2), (2, 2, 2, 2)], {"t": 0.3, "clip": 0.6}
+    ),
+    "residual_branch_cat": Case(
+        "residual_branch_cat",
+        [(1, 2, 2, 3), (9, 2, 3), (1, 2), (9, 2, 2), (1, 2, 2, 2), (1, 2, 2, 1), (1, 2, 3)],
+        {"cat_t": 0.4, "t": 0.3, "clip": 0.6},
+    ),
     "cosine_attention": Case("cosine_attention", [(1, 2, 2, 2 * 3 * 2)], {"heads": 2}),
     "resample": Case("resample", [(1, 2, 1, 2)], {"mode": "up"}),
 }
@@ -204,9 +223,9 @@ def test_gradient_stops_where_the_output_is_at_the_clip(dtype, clip):
     at = torch.tensor(clip, dtype=torch.float64)
     step = torch.finfo(dtype).eps * 2.0 ** torch.floor(torch.log2(at)).item()  # between neighbours at the clip
     values = [clip, -clip, clip + step, -clip - step, clip - step, 2 * clip, 0, torch.inf]
-    residual = torch.tensor(values, dtype=dtype).reshape(1, 2, 2, 2)
+    residual = torch.tensor(values, dtype=dtype).reshape(1, 1, 1, 8)
     passes = torch.tensor([0, 0, 0, 0, 1, 0, 1, 0], dtype=dtype).reshape(residual.shape)
-    zeros, w, w_skip = torch.zeros_like(residual), torch.zeros(9, 2, 2, dtype=dtype), torch.eye(2, 4, dtype=dtype)[None]
+    zeros, w, w_skip = torch.zeros_like(residual), torch.zeros(9, 8, 8, dtype=dtype), torch.eye(8, 16, dtype=dtype)[None]
     calls = {
         "mp_sum": lambda r: kernels.mp_sum(r, zeros, t=0.0, clip=clip),  # weights 1 and 0
         "conv_sum": lambda r: kernels.conv_sum(zeros, w, r, t=0.0, clip=clip),
