@@ -172,7 +172,7 @@ def prepare_kernel(
     programs, shapes, addresses, length_ptr,
     TYPE: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes)
+    tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes, ALIGNED)
     w_ptr, y_ptr = pointer(addresses, tensor * 3, tl.float32), pointer(addresses, tensor * 3 + 1, TYPE)
     gain = gain_of(addresses, tensor * 3 + 2)
     length = prepare_row(w_ptr, y_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
@@ -184,7 +184,7 @@ def project_kernel(
     programs, shapes, addresses, length_ptr, share_ptr,
     TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes)
+    tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes, ALIGNED)
     g_ptr, w_ptr = pointer(addresses, tensor * 4, tl.float32), pointer(addresses, tensor * 4 + 1, tl.float32)
     dw_ptr, gain = pointer(addresses, tensor * 4 + 2, tl.float32), gain_of(addresses, tensor * 4 + 3)
     length = tl.load(length_ptr + tl.program_id(0))
@@ -193,12 +193,20 @@ def project_kernel(
 
 
 @triton.jit
-def row_of_program(programs, shapes):
+def row_of_program(programs, shapes, ALIGNED: tl.constexpr):
     """Tensor and raw row of this program, the row of the prepared weight that it becomes, and that one's Cin and Cout."""
     tensor, row = tl.load(programs + 2 * tl.program_id(0)), tl.load(programs + 2 * tl.program_id(0) + 1)
-    shape = shapes + 5 * tensor
-    Cin, rows, Cout, first, heads = tl.load(shape), tl.load(shape + 1), tl.load(shape + 2), tl.load(shape + 3), tl.load(shape + 4)
-    return tensor, row, first + tl.where(heads > 0, qkv_row(row, rows, tl.maximum(heads, 1)), row), Cin, Cout
+    row_out, Cin, Cout = place_of_row(shapes + 5 * tensor, row, ALIGNED)
+    return tensor, row, row_out, Cin, Cout
+
+
+@triton.jit
+def place_of_row(place, row, ALIGNED: tl.constexpr):
+    """The row of the prepared weight that a raw row becomes, and that weight's Cin and Cout: see `_Member.place`."""
+    Cin, rows, Cout, first, heads = tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3), tl.load(place + 4)
+    if ALIGNED:
+        Cin = Cin // 8 * 8  # the compiler sees a multiple of 8, without which it masks element by element
+    return first + tl.where(heads > 0, qkv_row(row, rows, tl.maximum(heads, 1)), row), Cin, Cout
 
 
 @triton.jit
