@@ -135,7 +135,13 @@ class Baseline(nn.Module):
 class BaselineOptimizer:
     """PyTorch's fused Adam, a loop for each average, a loop of forced normalisations: the step of `EDM2Optimizer`."""
 
-    def __init__(self, net: nn.Module, betas: tuple[float, float] = (0.9, 0.99), ema_stds: Sequence[float] = (0.05, 0.10)):
+    def __init__(
+        self,
+        net: nn.Module,
+        betas: tuple[float, float] = (0.9, 0.99),
+        ema_stds: Sequence[float] = (0.05, 0.10),
+        weights: "UnpreparedWeights | None" = None,
+    ):
         self.params = list(net.parameters())
         self.adam = torch.optim.Adam(self.params, betas=betas, fused=True)
         self.emas = {std: [p.detach().clone() for p in self.params] for std in ema_stds}

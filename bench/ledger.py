@@ -148,7 +148,8 @@ def count(candidate: str, preset: str, batch: int, phase: str) -> Ledger:
             with torch.no_grad(), Recorder(ledger.classes):
                 model.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
             return ledger
-        optimizer, weights = optimizer_type(net), weights_type(net)
+        weights = weights_type(net)
+        optimizer = optimizer_type(net, weights=weights)
         _make_state(net, optimizer)
         model.train()
         with Recorder(ledger.classes):

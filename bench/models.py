@@ -99,18 +99,18 @@ def compiled_case(preset: str, batch: int, mode: str) -> Case:
 
 
 def optimizer_case(preset: str, needs_gpu: bool = True) -> Case:
-    """The optimizer alone: 46 bytes per parameter is the least a step can move."""
+    """The optimizer alone: 46 bytes per parameter is the least a step can move that prepares the weights."""
 
     def build(device: torch.device) -> Candidates:
-        def stepper(optimizer_type: type) -> Callable[[], Any]:
+        def stepper(optimizer_type: type, weights_type: type = UnpreparedWeights) -> Callable[[], Any]:
             net = make_network(preset, device)
-            optimizer = optimizer_type(net)
+            optimizer = optimizer_type(net, weights=weights_type(net))
             generator = torch.Generator(device).manual_seed(0)
             for p in net.parameters():
                 p.grad = torch.randn(p.shape, generator=generator, device=device)
             return lambda: optimizer.step(0.01, 2**20, 2048)
 
-        return {"eager": stepper(BaselineOptimizer), "edm2": stepper(edm2.EDM2Optimizer)}
+        return {"eager": stepper(BaselineOptimizer), "edm2": stepper(edm2.EDM2Optimizer, StepWeights)}
 
     with torch.device("meta"):
         parameters = sum(p.numel() for p in edm2.build(preset, *data_size(preset)).parameters())
@@ -190,7 +190,7 @@ class _Step:
         weights_type: type = UnpreparedWeights,
     ):  # fmt: skip
         self.device, self.inputs = device, inputs
-        self._make = lambda net: (wrap(net), optimizer_type(net), weights_type(net))
+        self._types = wrap, optimizer_type, weights_type
         self._preset, self._state, self._round = preset, None, ExitStack()
 
     def __call__(self) -> Tensor:
@@ -201,11 +201,16 @@ class _Step:
 
     def forward(self) -> Tensor:
         if self._state is None:  # built at the first call, so that candidates do not share the memory
-            self._state = self._make(make_network(self._preset, self.device).train())
+            self._state = self._build(make_network(self._preset, self.device).train())
         model, optimizer, weights = self._state
         optimizer.zero_grad()
         self._round.enter_context(weights.prepared())
         return edm2.denoising_loss(model, **self.inputs)
+
+    def _build(self, net: edm2.Precond) -> tuple:
+        wrap, optimizer_type, weights_type = self._types
+        weights = weights_type(net)
+        return wrap(net), optimizer_type(net, weights=weights), weights
 
     def backward(self, loss: Tensor) -> None:
         (loss.sum() / len(loss)).backward()

@@ -56,12 +56,22 @@ def prepare_row(
         w = tl.load(w_ptr + start + offs, offs < Cin * TAPS, other=0.0)
         square += w * w
     length = tl.sqrt(tl.sum(square, axis=0))
+    lay_out_row(w_ptr, y_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+    return length
+
+
+@triton.jit
+def lay_out_row(
+    w_ptr, y_ptr, length, gain, row, row_out, Cin, Cout,
+    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The second pass of `prepare_row`, for a row of known length ‖w‖."""
+    start = row_offset(row, Cin * TAPS, ALIGNED)
     scale = gain / (length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS)
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_y, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
         w = tl.load(w_ptr + offs_w, mask, other=0.0)
         tl.store(y_ptr + offs_y, (w * scale).to(y_ptr.dtype.element_ty), mask)
-    return length
 
 
 @triton.jit

@@ -109,7 +109,8 @@ def launches(case: Case, capability: int) -> list[Launch]:
     found: list[Launch] = []
     with FakeTensorMode():
         net = edm2.build(case.preset, *data_size(case.preset), dtype=case.dtype, **case.network)
-        inputs, weights, optimizer = inputs_for(net, case.batch), StepWeights(net), edm2.EDM2Optimizer(net)
+        inputs, weights = inputs_for(net, case.batch), StepWeights(net)
+        optimizer = edm2.EDM2Optimizer(net, weights=weights)
         with OnGPU(found.append, capability):
             with weights.prepared():
                 edm2.denoising_loss(net.train(), **inputs).sum().backward()
