@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 Candidates = dict[str, Callable[[], Any]]
+REFERENCE = "reference"  # a candidate of this name is what the others are compared with, and is not timed
 
 
 @dataclass(frozen=True)

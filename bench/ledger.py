@@ -139,30 +139,42 @@ CANDIDATES: dict[str, tuple[Callable[[edm2.Precond], nn.Module], type, type]] = 
 
 def count(candidate: str, preset: str, batch: int, phase: str) -> Ledger:
     """The ledger of one evaluation (`phase="eval"`) or training step (`"train"`) in fp16."""
-    wrap, optimizer_type, weights_type = CANDIDATES[candidate]
     ledger = Ledger(candidate, preset, batch, phase)
+    ledger.saved = _trace(candidate, preset, batch, phase, Recorder(ledger.classes))
+    return ledger
+
+
+def launches_of(candidate: str, preset: str, batch: int, phase: str, capability: int = 90) -> list[Launch]:
+    """The Triton kernels that the same starts on a GPU of an architecture, in order."""
+    launches: list[Launch] = []
+    _trace(candidate, preset, batch, phase, OnGPU(launches.append, capability))
+    return launches
+
+
+def _trace(candidate: str, preset: str, batch: int, phase: str, mode: OnGPU) -> int:
+    """Run an evaluation or a step under `mode`; returns the saved bytes."""
+    wrap, optimizer_type, weights_type = CANDIDATES[candidate]
     with fake_network(preset) as net:
         model = wrap(net)
         inputs = inputs_for(net, batch)
         if phase == "eval":
-            with torch.no_grad(), Recorder(ledger.classes):
+            with torch.no_grad(), mode:
                 model.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
-            return ledger
+            return 0
         optimizer, weights = optimizer_type(net), weights_type(net)
-        _make_state(net, optimizer)
+        make_state(net, optimizer)
         model.train()
-        with Recorder(ledger.classes):
+        with mode:
             with weights.prepared():
                 with saved_bytes(net) as saved:
                     loss = edm2.denoising_loss(model, **inputs).sum()
                 loss.backward()
             weights.project()
             optimizer.step(0.01, 2 * batch, batch)
-        ledger.saved = saved()
-    return ledger
+        return saved()
 
 
-def _make_state(net: nn.Module, optimizer) -> None:
+def make_state(net: nn.Module, optimizer) -> None:
     """The first step of an optimizer makes its state; a step among many finds it."""
     for p in net.parameters():
         p.grad = torch.zeros_like(p)
