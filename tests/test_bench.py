@@ -18,12 +18,13 @@ from bench.__main__ import main
 from bench.baseline import Baseline, BaselineOptimizer
 from bench.case import Case
 from bench.isolated import Isolated, finish, start_compiling
-from bench.ledger import Entry, Recorder, count, launches_of
+from bench.ledger import CANDIDATES, Entry, Recorder, count, fake_network, inputs_for, launches_of
 from bench.library import conv_shapes
 from bench.models import compile_for, data_stream, make_inputs, make_network
 from bench.runner import run_cases
 from bench.sampling import sample_case
 from edm2.backends import full_precision
+from edm2.summary import saved_bytes
 from kernels.jit import warm, warm_key
 from tests.conftest import relative_error, tiny_net
 
@@ -91,6 +92,7 @@ class TestRunner:
         facts = stored["candidates"]["a"]
         assert facts["low"] <= facts["median"] <= facts["high"] and facts["runs"] == 3 and facts["TFLOP/s"] > 0
         assert {"name", "torch", "triton", "commit", "python"} <= stored["machine"].keys()
+        assert stored["dtype"] == "float32"
 
     def test_wrong_and_failing_candidates_have_no_speed(self, tmp_path):
         def fail():
@@ -336,21 +338,34 @@ class TestLedger:
     """Totals of EDM2-S at batch 256, pinned: a pass over memory that comes or goes shows here."""
 
     @pytest.mark.parametrize(
-        ("candidate", "phase", "launches", "gigabytes"),
+        ("candidate", "phase", "launches", "gigabytes", "saved"),
         [
-            ("eager", "eval", 1846, 230.1),
-            ("eager", "train", 7125, 765.8),
-            ("this project", "eval", 650, 150.6),
-            ("this project", "train", 1767, 453.4),
+            ("eager", "eval", 1846, 230.1, 0),
+            ("eager", "train", 7125, 765.8, 227.1),
+            ("this project", "eval", 650, 150.6, 0),
+            ("this project", "train", 1767, 453.4, 144.1),
         ],
     )
-    def test_edm2_s(self, candidate, phase, launches, gigabytes):
+    def test_edm2_s(self, candidate, phase, launches, gigabytes, saved):
         ledger = count(candidate, "edm2-img512-s", 256, phase)
         assert ledger.total.launches == pytest.approx(launches, rel=0.02)  # versions of PyTorch differ by a few
         assert ledger.total.bytes / 1e9 == pytest.approx(gigabytes, rel=0.02)
         multiply_adds = 100.819e9 * 256 * (1 if phase == "eval" else 3)
         assert ledger.total.flops / 2 == pytest.approx(multiply_adds, rel=5e-3)
-        assert (ledger.saved > 0) == (phase == "train")
+        assert ledger.total.saved / 256 / 1e6 == pytest.approx(saved, rel=0.02)  # MB per image
+
+    @pytest.mark.parametrize("candidate", ["eager", "eager, channels-last", "this project"])
+    def test_saved_bytes_are_those_that_autograd_packs(self, candidate):
+        """Told by hooks, their sum is the same but for single numbers."""
+        with fake_network("digits") as net, saved_bytes(net) as packed:
+            edm2.denoising_loss(CANDIDATES[candidate][0](net.train()), **inputs_for(net, 4)).sum()
+            expected = packed()
+        classes = count(candidate, "digits", 4, "train").classes
+        if candidate == "this project":  # in a step its weights are prepared beforehand
+            assert 0 < sum(entry.saved for entry in classes.values()) < expected
+        else:
+            assert sum(entry.saved for entry in classes.values()) == pytest.approx(expected, rel=1e-3)
+        assert max(classes, key=lambda name: classes[name].saved) in ("convolution", "pointwise")
 
     def test_eager_starts_no_kernel_of_this_project(self):
         for candidate in ("eager", "eager, channels-last"):
