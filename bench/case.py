@@ -25,6 +25,7 @@ class Case:
     flush: bool = True
     warmup: int = 3  # calls before the timed ones, besides the one that is checked
     compiles: bool = False  # worth compiling ahead, beside other cases
+    dtype: str = ""  # of activations; empty: the networks' own, fp16 on a GPU and fp32 elsewhere
 
     @property
     def group(self) -> str:

@@ -28,6 +28,7 @@ SMALL_CALLS = [
     Call("linear", ((2, 24), (1, 16, 24)), dtype=torch.float32),
 ]
 PRESETS = [f"edm2-img512-{size}" for size in ("s", "xs", "m", "l", "xl", "xxl", "xxs")]
+PRESETS += [f"edm2-img64-{size}" for size in ("s", "xs", "m", "l", "xl")]  # the same networks with three channels
 
 
 def group_cases(group: str) -> Iterator[Case]:

@@ -52,7 +52,8 @@ def batches_ahead(cases: Sequence[Case]) -> list[list[str]]:
     """Names of the cases to compile ahead, by process: networks alone, single kernels together."""
     names = [case.name for case in cases if case.compiles and case.group != "kernels"][:COMPILED_AHEAD]
     single = [case.name for case in cases if case.compiles and case.group == "kernels"][:KERNELS_AHEAD]
-    return [[name] for name in names] + [single[i : i + TOGETHER] for i in range(0, len(single), TOGETHER)]
+    workers = -(-len(single) // TOGETHER)
+    return [[name] for name in names] + [single[worker::workers] for worker in range(workers)]
 
 
 def run_tests(arguments: Sequence[str], limit: float) -> dict[str, Any]:

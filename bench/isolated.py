@@ -131,9 +131,13 @@ def _compile(source: Source, names: Sequence[str], share: float) -> None:
     device = this_device()
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share)
+    left = set(names)
     for case in source():
-        if case.name in names:
+        if case.name in left:
             _compile_case(case, device)
+            left.remove(case.name)
+        if not left:
+            break
 
 
 def _compile_case(case: Case, device: torch.device) -> None:

@@ -124,7 +124,7 @@ def optimizer_case(preset: str, needs_gpu: bool = True) -> Case:
         parameters = sum(p.numel() for p in edm2.build(preset, *data_size(preset)).parameters())
     facts = {"preset": preset, "parameters": parameters}
     moved = float(optimizer_bytes(preset))
-    return Case(f"optimizer/{preset}", build, bytes=moved, facts=facts, tolerance=1e-4, needs_gpu=needs_gpu)
+    return Case(f"optimizer/{preset}", build, bytes=moved, facts=facts, tolerance=1e-4, needs_gpu=needs_gpu, dtype="float32")
 
 
 @lru_cache

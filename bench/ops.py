@@ -118,9 +118,9 @@ def op_case(call: Call, backward: bool, needs_gpu: bool = True) -> Case:
         return {REFERENCE: exact} | {name: candidate(function, tensors) for name, function in functions.items()}
 
     flops, moved = traffic(call, backward)
-    facts = {"op": call.op, "shapes": call.shapes, "dtype": str(call.dtype).removeprefix("torch.")}
+    facts, dtype = {"op": call.op, "shapes": call.shapes}, str(call.dtype).removeprefix("torch.")
     name = f"kernels/{call.op}/{'backward' if backward else 'forward'}/{call.label}"
-    return Case(name, build, flops, moved, facts=facts, tolerance=TOLERANCES[call.dtype], needs_gpu=needs_gpu, compiles=True)
+    return Case(name, build, flops, moved, 0, facts, TOLERANCES[call.dtype], needs_gpu, compiles=True, dtype=dtype)
 
 
 class _Backward:

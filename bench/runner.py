@@ -104,7 +104,9 @@ def run_case(case: Case, device: torch.device, ceilings: dict[str, float], runs:
 
 def blank(case: Case) -> dict[str, Any]:
     """The result of a case before any candidate."""
-    return {"case": case.name, "group": case.group, **case.facts, "flops": case.flops, "bytes": case.bytes, "candidates": {}}
+    dtype = case.dtype or ("float16" if this_device().type == "cuda" else "float32")
+    facts = {"case": case.name, "group": case.group, "dtype": dtype, **case.facts}
+    return {**facts, "flops": case.flops, "bytes": case.bytes, "candidates": {}}
 
 
 def _attempt(
