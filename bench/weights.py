@@ -47,7 +47,8 @@ def weights_case(preset: str, backward: bool, needs_gpu: bool = True) -> Case:
             own = torch.no_grad()(lambda: [_split_heads(w, layer.module.heads) for w, layer in zip(exact(), layers)])
             functions = {"eager": prepare, compile_name(device): compiled}
             return {REFERENCE: own, **{name: _plain_forward(f, layers) for name, f in functions.items()}, "edm2": _forward(net)}
-        gradients = [torch.randn_like(y) for y in torch.no_grad()(exact)()]
+        # A part along the weight, which the projection takes out, keeps the gains' gradients away from 0.
+        gradients = [torch.randn_like(y) + 10 * y for y in torch.no_grad()(exact)()]
         return {
             REFERENCE: _plain_backward(exact, layers, lambda: gradients),
             "eager": _plain_backward(prepare, layers, lambda: _as_plain(gradients, layers, plain)),
