@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import MockTensor
 
 from kernels import reference
 
@@ -74,18 +75,19 @@ def launch(
     flops: int = 0,
     reached: Iterable[Tensor] = (),
     updated: Iterable[Tensor] = (),
+    untouched: Iterable[Tensor] = (),
     **options: Any,
 ) -> None:
     """Start a kernel on the device of its tensors; nothing happens where there is no work.
 
     For the ledger, every tensor among the arguments counts as moved once, like those `reached` by addresses in a
-    table; those in `updated` (read and written) once more.
+    table; those in `updated` (read and written) once more; `untouched` are parts of arguments that stay where they are.
     """
     if 0 in grid:
         return
     tensors = {id(x): x for x in map(_tensor, args) if x is not None}.values()
     if _recorder is not None:
-        moved = sum(x.numel() * x.element_size() for x in (*tensors, *reached, *updated))
+        moved = sum(map(_size, (*tensors, *reached, *updated))) - sum(map(_size, untouched))
         _recorder(Launch(kernel, grid, args, options, flops, moved))
         return
     device = next(iter(tensors)).device
@@ -96,10 +98,30 @@ def launch(
         kernel[grid](*args, **OPTIONS, **options)
 
 
+def _size(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
 def _tensor(arg: Any) -> Tensor | None:
     """The tensor behind an argument: itself, or that of a tensor descriptor."""
     base = getattr(arg, "base", None)
     return arg if isinstance(arg, Tensor) else base if isinstance(base, Tensor) else None
+
+
+def warm(launch: Launch) -> None:
+    """Compile the kernel of a recorded launch for the present GPU, into Triton's cache on disk."""
+    args = [MockTensor(x.dtype) if isinstance(x, Tensor) else x for x in launch.args]
+    launch.kernel.warmup(*args, grid=launch.grid, **OPTIONS, **launch.options)
+
+
+def warm_key(launch: Launch) -> str:
+    """The same for launches that Triton serves with the same code: of integers it tells apart 1, multiples of 16 and width."""
+    kinds = [str(x.dtype) if isinstance(x, Tensor) else _kind(x) for x in launch.args]
+    return f"{launch.kernel.__module__}.{launch.kernel.__name__} {kinds} {sorted(launch.options.items())}"
+
+
+def _kind(x: Any) -> str:
+    return f"{x == 1} {x % 16 == 0} {x >= 2**31}" if isinstance(x, int) else repr(x)
 
 
 @triton.jit
