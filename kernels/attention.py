@@ -6,6 +6,7 @@ queries and BLOCK_N keys; rows and channels past the end are loaded as 0.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -223,14 +224,15 @@ def cosine_attention_backward_triton(g: Tensor, qkv: Tensor, y: Tensor, lse: Ten
         _launch(cosine_attention_backward_kernel, tile, tile.block_m, 5, qkv, heads, g, y, lse, dqkv)
         return dqkv
     delta = torch.empty_like(lse)
+    dq, dkv = dqkv.unflatten(-1, (heads, 3, -1)).split([1, 2], dim=-2)  # each kernel writes one
     tile = _tile("dq", qkv, heads)
-    _launch(cosine_attention_dq_kernel, tile, tile.block_m, 3, qkv, heads, g, y, lse, delta, dqkv)
+    _launch(cosine_attention_dq_kernel, tile, tile.block_m, 3, qkv, heads, g, y, lse, delta, dqkv, untouched=[dkv])
     tile = _tile("dkv", qkv, heads)
-    _launch(cosine_attention_dkv_kernel, tile, tile.block_n, 4, qkv, heads, g, lse, delta, dqkv)
+    _launch(cosine_attention_dkv_kernel, tile, tile.block_n, 4, qkv, heads, g, lse, delta, dqkv, untouched=[dq])
     return dqkv
 
 
-def _launch(kernel, tile: AttentionTile, block: int, products: int, qkv: Tensor, heads: int, *tensors: Tensor, **options: float) -> None:
+def _launch(kernel, tile: AttentionTile, block: int, products: int, qkv: Tensor, heads: int, *tensors: Tensor, **options: Any) -> None:
     """A program for each `block` tokens of each head. `products` matrix products of T × T × D each."""
     tokens, depth = qkv.shape[1] * qkv.shape[2], _depth(qkv, heads)
     grid = (qkv.shape[0] * heads * triton.cdiv(tokens, block),)

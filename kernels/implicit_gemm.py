@@ -26,13 +26,13 @@ from kernels.wgrad import sum_parts
 EPILOGUE_STAGES = 3  # a quarter's loads run two ahead
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "H", "W", "stride_m"])  # one binary for all sizes
 def conv_kernel(
     x, w0, w1, a, wa0, wa1, b, wb0, wb1, y0, y1, extra0, extra1, aux0, aux1, m_ptr, dm_ptr,
-    N, H, W, stride_m,
+    N, H, W, stride_m, scale, scale_aux,
     K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
     STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr,
-    EPILOGUE: tl.constexpr, SCALE: tl.constexpr, SCALE_AUX: tl.constexpr, CLIP: tl.constexpr,
+    EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BLOCK_K: tl.constexpr,
     BOXES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -61,12 +61,12 @@ def conv_kernel(
         )  # fmt: skip
     if BN1 > 0:  # the smaller accumulator first: fewer registers
         finish(
-            acc1, y1, extra1, aux1, m_ptr, dm_ptr, n, h, w, c + BN0, part, N, H, W, stride_m,
-            C, EPILOGUE, SCALE, SCALE_AUX, CLIP, BI, BH, BW, BN1, BOXES, STAGES,
+            acc1, y1, extra1, aux1, m_ptr, dm_ptr, n, h, w, c + BN0, part, N, H, W, stride_m, scale, scale_aux,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN1, BOXES, STAGES,
         )  # fmt: skip
     finish(
-        acc0, y0, extra0, aux0, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m,
-        C, EPILOGUE, SCALE, SCALE_AUX, CLIP, BI, BH, BW, BN0, BOXES, STAGES,
+        acc0, y0, extra0, aux0, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+        C, EPILOGUE, CLIP, BI, BH, BW, BN0, BOXES, STAGES,
     )  # fmt: skip
 
 
@@ -116,13 +116,13 @@ def load_weight(
 
 @triton.jit
 def finish(
-    acc, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m,
-    C: tl.constexpr, EPILOGUE: tl.constexpr, SCALE: tl.constexpr, SCALE_AUX: tl.constexpr, CLIP: tl.constexpr,
+    acc, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+    C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BOXES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """From the accumulator [BN, P] to memory. With u = SCALE·acc, by EPILOGUE:
+    """From the accumulator [BN, P] to memory. With u = scale·acc, by EPILOGUE:
 
-    sum: y = u + SCALE_AUX·aux, clipped, the latter two if given; extra = MP-SiLU(y) if given.
+    sum: y = u + scale_aux·aux, clipped, the latter two if given; extra = MP-SiLU(y) if given.
     silu: y = MP-SiLU(u·m); extra = u if given.
     silu_grad: y = du and dm of the silu above for the gradient u of its result, aux being its u. dm by parts, one for
     each quarter.
@@ -133,7 +133,7 @@ def finish(
     q0, q1, q2, q3 = quarters(acc, BN, BI * BH * BW)
     for s in tl.range(0, 4, num_stages=STAGES):
         u = tl.where(s < 2, tl.where(s < 1, q0, q1), tl.where(s < 3, q2, q3))  # [BN, P/4]
-        u = u * SCALE
+        u = u * scale
         image, row = n + s // PARTS * QI, h + s % PARTS * QH
         if EPILOGUE == "silu":
             if extra is not None:
@@ -142,7 +142,7 @@ def finish(
         elif EPILOGUE == "sum":
             value = u
             if aux is not None:
-                value += load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * SCALE_AUX
+                value += load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * scale_aux
             if CLIP is not None:
                 value = tl.clamp(value, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
             if extra is not None:
@@ -239,10 +239,10 @@ def convolve(
         *(views.input(a.x), *views.weight(a.w)) if a else (None,) * 3,
         *(views.input(b.x), *views.weight(b.w)) if b else (None,) * 3,
         *views.output(y), *views.output(extra), *views.output(aux), m, sums,
-        n, height, width, 0 if m is None else m.stride(0),
+        n, height, width, 0 if m is None else m.stride(0), scale, scale_aux,
         K=depth, KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, C=channels, TAPS=w.shape[0],
-        TRANSPOSED=transposed, STRIDE_W=w.stride(1), STRIDE_WA=a.w.stride(1) if a else 0,
-        EPILOGUE=epilogue, SCALE=scale, SCALE_AUX=scale_aux, CLIP=clip,
+        TRANSPOSED=transposed, STRIDE_W=views.stride(w), STRIDE_WA=views.stride(a.w) if a else 0,
+        EPILOGUE=epilogue, CLIP=clip,
         BI=bi, BH=bh, BW=bw, BN0=tile.channels[0], BN1=tile.channels[1], BLOCK_K=tile.block_k,
         BOXES=tile.boxes, STAGES=EPILOGUE_STAGES, num_warps=tile.warps, num_stages=tile.stages,
         flops=2 * n * height * width * channels * (w.shape[0] * depth + sum(source.x.shape[3] for source in sources)),
@@ -267,6 +267,10 @@ class _Views(NamedTuple):
         """For each accumulator, like `output`."""
         depth = self.tile.block_k
         return self._each(w, *((1, depth, c) if transposed else (1, c, depth) for c in self.tile.channels))
+
+    def stride(self, w: Tensor) -> int:
+        """Of a weight's rows, where the kernel must know it."""
+        return 0 if self.tile.boxes else w.stride(1)
 
     def output(self, y: Tensor | None) -> list:
         """In quarters."""

@@ -15,16 +15,16 @@ from kernels.jit import capability, descriptor, launch
 from kernels.pixels import load_pixels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "H", "W", "steps"])  # one binary for all sizes
 def wgrad_kernel(
     g0, g1, x0, x1, dw00, dw01, dw10, dw11,
-    N, H, W, steps,
-    C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
+    N, H, W, steps, scale,
+    C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
     BM0: tl.constexpr, BM1: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr,
     BOXES: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """g `[N, H, W, C]`, x `[N, H, W, K]` → SCALE·dw `[splits, TAPS, C, K]`, rows STRIDE elements apart.
+    """g `[N, H, W, C]`, x `[N, H, W, K]` → scale·dw `[splits, TAPS, C, K]`, rows STRIDE elements apart.
 
     A program takes `steps` boxes. FLAT: they are consecutive pixels, and g is reached by a descriptor of `[N·H·W, C]`.
     """
@@ -56,13 +56,13 @@ def wgrad_kernel(
                 acc11 = tl.dot(g_rest, x_rest, acc11, input_precision="ieee")
 
     part = split * TAPS + tap
-    store_tile(dw00, acc00 * SCALE, part, c, k, C, K, STRIDE, BM0, BN0, BOXES)
+    store_tile(dw00, acc00 * scale, part, c, k, C, K, STRIDE, BM0, BN0, BOXES)
     if BN1 > 0:
-        store_tile(dw01, acc01 * SCALE, part, c, k + BN0, C, K, STRIDE, BM0, BN1, BOXES)
+        store_tile(dw01, acc01 * scale, part, c, k + BN0, C, K, STRIDE, BM0, BN1, BOXES)
     if BM1 > 0:
-        store_tile(dw10, acc10 * SCALE, part, c + BM0, k, C, K, STRIDE, BM1, BN0, BOXES)
+        store_tile(dw10, acc10 * scale, part, c + BM0, k, C, K, STRIDE, BM1, BN0, BOXES)
         if BN1 > 0:
-            store_tile(dw11, acc11 * SCALE, part, c + BM0, k + BN0, C, K, STRIDE, BM1, BN1, BOXES)
+            store_tile(dw11, acc11 * scale, part, c + BM0, k + BN0, C, K, STRIDE, BM1, BN1, BOXES)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def store_tile(
         tl.store(start + offs_c * STRIDE + offs_k, value, (offs_c < C) & (offs_k < K))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def sum_parts_kernel(parts_ptr, y_ptr, parts, stride_part, stride_row, stride_y, L, BLOCK: tl.constexpr):
     """y[row, l] = Σ over parts, in their order, of fp32 parts[row, part, l]."""
     row, offs = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -134,8 +134,8 @@ def weight_gradient(
     blocks = [(1, m, k) for m in tile.rows for k in tile.columns]
     outputs = [descriptor(parts, *block) if 0 not in block else None for block in blocks] if tile.boxes else [parts] * 4
     launch(
-        wgrad_kernel, (tiles * splits,), *gs, *sources(x, tile.columns, bi, bh, bw), *outputs, n, height, width, per_split,
-        C=channels, K=depth, TAPS=taps, STRIDE=parts.stride(1), SCALE=scale, BI=bi, BH=bh, BW=bw,
+        wgrad_kernel, (tiles * splits,), *gs, *sources(x, tile.columns, bi, bh, bw), *outputs, n, height, width, per_split, scale,
+        C=channels, K=depth, TAPS=taps, STRIDE=0 if tile.boxes else parts.stride(1), BI=bi, BH=bh, BW=bw,
         BM0=tile.rows[0], BM1=tile.rows[1], BN0=tile.columns[0], BN1=tile.columns[1],
         BOXES=tile.boxes, FLAT=flat, num_warps=tile.warps, num_stages=tile.stages,
         flops=2 * n * height * width * taps * channels * depth,
