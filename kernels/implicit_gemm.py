@@ -59,13 +59,17 @@ def conv_kernel(
             acc0, acc1, b, wb0, wb1, n, h, w, c, N, H, W,
             KB, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
         )  # fmt: skip
+    if a is None:
+        factor = scale
+    else:  # in quarters it would spill, and without sources it would here
+        acc0, acc1, factor = acc0 * scale, acc1 * scale, 1.0
     if BN1 > 0:  # the smaller accumulator first: fewer registers
         finish(
-            acc1, y1, extra1, aux1, m_ptr, dm_ptr, n, h, w, c + BN0, part, N, H, W, stride_m, scale, scale_aux,
+            acc1, y1, extra1, aux1, m_ptr, dm_ptr, n, h, w, c + BN0, part, N, H, W, stride_m, factor, scale_aux,
             C, EPILOGUE, CLIP, BI, BH, BW, BN1, BOXES, STAGES,
         )  # fmt: skip
     finish(
-        acc0, y0, extra0, aux0, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+        acc0, y0, extra0, aux0, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, factor, scale_aux,
         C, EPILOGUE, CLIP, BI, BH, BW, BN0, BOXES, STAGES,
     )  # fmt: skip
 
@@ -127,34 +131,65 @@ def finish(
     silu_grad: y = du and dm of the silu above for the gradient u of its result, aux being its u. dm by parts, one for
     each quarter.
     """
+    q0, q1, q2, q3 = quarters(acc, BN, BI * BH * BW)
+    if aux is None:  # nothing to prefetch
+        finish_quarter(
+            q0, 0, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
+        )  # fmt: skip
+        finish_quarter(
+            q1, 1, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
+        )  # fmt: skip
+        finish_quarter(
+            q2, 2, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
+        )  # fmt: skip
+        finish_quarter(
+            q3, 3, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
+        )  # fmt: skip
+    else:
+        for s in tl.range(0, 4, num_stages=STAGES):
+            quarter = tl.where(s < 2, tl.where(s < 1, q0, q1), tl.where(s < 3, q2, q3))
+            finish_quarter(
+                quarter, s, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+                C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
+            )  # fmt: skip
+
+
+@triton.jit
+def finish_quarter(
+    acc, s, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+    C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BOXES: tl.constexpr,
+):  # fmt: skip
+    """Quarter s of the pixels, [BN, P/4]: whole rows of one image, or whole images."""
     PARTS: tl.constexpr = 4 // BI if BI < 4 else 1  # quarters of one image
     QI: tl.constexpr = BI // 4 if BI > 4 else 1
     QH: tl.constexpr = BH // PARTS
-    q0, q1, q2, q3 = quarters(acc, BN, BI * BH * BW)
-    for s in tl.range(0, 4, num_stages=STAGES):
-        u = tl.where(s < 2, tl.where(s < 1, q0, q1), tl.where(s < 3, q2, q3))  # [BN, P/4]
-        u = u * scale
-        image, row = n + s // PARTS * QI, h + s % PARTS * QH
-        if EPILOGUE == "silu":
-            if extra is not None:
-                store_pixels(extra, u, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
-            value = mp_silu(modulated(u, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN))
-        elif EPILOGUE == "sum":
-            value = u
-            if aux is not None:
-                value += load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * scale_aux
-            if CLIP is not None:
-                value = tl.clamp(value, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
-            if extra is not None:
-                rounded = value.to(extra.dtype if BOXES else extra.dtype.element_ty).to(tl.float32)
-                store_pixels(extra, mp_silu(rounded), image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
-        else:
-            before = load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32)
-            dt = u * mp_silu_grad(modulated(before, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN))
-            parts = PARTS * tl.cdiv(H, BH) * tl.cdiv(W, BW)
-            store_sums(dm_ptr, dt * before, image, part * PARTS + s % PARTS, parts, c, N, C, QI, QH * BW, BN)
-            value = modulated(dt, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN)
-        store_pixels(y, value, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
+    u = acc * scale
+    image, row = n + s // PARTS * QI, h + s % PARTS * QH
+    if EPILOGUE == "silu":
+        if extra is not None:
+            store_pixels(extra, u, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
+        value = mp_silu(modulated(u, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN))
+    elif EPILOGUE == "sum":
+        value = u
+        if aux is not None:
+            value += load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * scale_aux
+        if CLIP is not None:
+            value = tl.clamp(value, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
+        if extra is not None:
+            rounded = value.to(extra.dtype if BOXES else extra.dtype.element_ty).to(tl.float32)
+            store_pixels(extra, mp_silu(rounded), image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
+    else:
+        before = load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32)
+        dt = u * mp_silu_grad(modulated(before, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN))
+        parts = PARTS * tl.cdiv(H, BH) * tl.cdiv(W, BW)
+        store_sums(dm_ptr, dt * before, image, part * PARTS + s % PARTS, parts, c, N, C, QI, QH * BW, BN)
+        value = modulated(dt, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN)
+    store_pixels(y, value, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
 
 
 @triton.jit
