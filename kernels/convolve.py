@@ -33,6 +33,8 @@ def convolve(
     scale: float = 1.0,
     aux: Tensor | None = None,
     scale_aux: float = 0.0,
+    act: Tensor | None = None,
+    scale_act: float = 1.0,
     clip: float | None = None,
     with_extra: bool = False,
     m: Tensor | None = None,
@@ -42,7 +44,7 @@ def convolve(
     """y and extra, or y and dm, of an epilogue (see `finish`).
 
     x `[N, H, W, K]`, w `[9 or 1, C, K]` (for the input gradient `transposed`, `[9 or 1, K, C]`), m `[N, C]`, aux
-    `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added before the scale. In training the library
+    and act `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added before the scale. In training the library
     may convolve, where the table of tiles says so.
     """
     (n, height, width, depth), channels = x.shape, w.shape[2 if transposed else 1]
@@ -57,17 +59,17 @@ def convolve(
     sums = None
     if epilogue == "silu_grad":
         sums = m.new_empty(n, max(4 // bi, 1) * tiles_image, channels, dtype=torch.float32)
-    sizes = (n, height, width, 0 if m is None else m.stride(0), scale, scale_aux)
+    sizes = (n, height, width, 0 if m is None else m.stride(0), scale, scale_aux, scale_act)
     constants = dict(C=channels, EPILOGUE=epilogue, CLIP=clip, BI=bi, BH=bh, BW=bw)
     tiles = triton.cdiv(n, bi) * tiles_image
     if by_library:
         u, block = library.convolution(x, w, transposed), tile.channels[0]
         launch(
-            library.epilogue_kernel, (tiles * triton.cdiv(channels, block),), u, y, extra, aux, m, sums, *sizes,
+            library.epilogue_kernel, (tiles * triton.cdiv(channels, block),), u, y, extra, aux, act, m, sums, *sizes,
             **constants, BN=block, num_warps=tile.warps,
         )  # fmt: skip
     else:
-        _launch_kernel(x, w, transposed, sources, (y, extra, aux, m, sums), sizes, constants, tile, tiles)
+        _launch_kernel(x, w, transposed, sources, (y, extra, aux, act, m, sums), sizes, constants, tile, tiles)
     if sums is None:
         return y, extra
     dm = m.new_empty(m.shape)
@@ -81,7 +83,7 @@ def _launch_kernel(
 ) -> None:  # fmt: skip
     """The implicit GEMM, on `tiles` of pixels."""
     (n, height, width, depth), channels = x.shape, constants["C"]
-    y, extra, aux, m, sums = outputs
+    y, extra, aux, act, m, sums = outputs
     a, b = (*sources, None, None)[:2]
     views = _Views(tile, (constants["BI"], constants["BH"], constants["BW"]))
     launch(
@@ -89,7 +91,7 @@ def _launch_kernel(
         views.input(x), *views.weight(w, transposed),
         *(views.input(a.x), *views.weight(a.w)) if a else (None,) * 3,
         *(views.input(b.x), *views.weight(b.w)) if b else (None,) * 3,
-        *views.output(y), *views.output(extra), *views.output(aux), m, sums,
+        *views.output(y), *views.output(extra), *views.output(aux), *views.output(act), m, sums,
         *sizes, **constants,
         K=depth, KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, TAPS=w.shape[0],
         TRANSPOSED=transposed, STRIDE_W=views.stride(w), STRIDE_WA=views.stride(a.w) if a else 0,

@@ -12,7 +12,7 @@ from kernels.pixels import load_pixels, store_pixels
 
 @triton.jit
 def finish(
-    acc, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+    acc, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
     C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BOXES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -20,39 +20,40 @@ def finish(
 
     sum: y = u + scale_aux·aux, clipped, the latter two if given; extra = MP-SiLU(y) if given.
     silu: y = MP-SiLU(u·m); extra = u if given.
+    residual_silu_grad: y = u·MP-SiLU′(scale_act·act)·scale_act + scale_aux·aux.
     silu_grad: y = du and dm of the silu above for the gradient u of its result, aux being its u. dm by parts, one for
     each quarter.
     """
     q0, q1, q2, q3 = quarters(acc, BN, BI * BH * BW)
     if aux is None:  # nothing to prefetch
         finish_quarter(
-            q0, 0, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+            q0, 0, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
             C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
         )  # fmt: skip
         finish_quarter(
-            q1, 1, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+            q1, 1, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
             C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
         )  # fmt: skip
         finish_quarter(
-            q2, 2, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+            q2, 2, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
             C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
         )  # fmt: skip
         finish_quarter(
-            q3, 3, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+            q3, 3, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
             C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
         )  # fmt: skip
     else:
         for s in tl.range(0, 4, num_stages=STAGES):
             quarter = tl.where(s < 2, tl.where(s < 1, q0, q1), tl.where(s < 3, q2, q3))
             finish_quarter(
-                quarter, s, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+                quarter, s, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
                 C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
             )  # fmt: skip
 
 
 @triton.jit
 def finish_quarter(
-    acc, s, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+    acc, s, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
     C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BOXES: tl.constexpr,
 ):  # fmt: skip
@@ -75,6 +76,10 @@ def finish_quarter(
         if extra is not None:
             rounded = value.to(extra.dtype if BOXES else extra.dtype.element_ty).to(tl.float32)
             store_pixels(extra, mp_silu(rounded), image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
+    elif EPILOGUE == "residual_silu_grad":
+        before = load_pixels(act, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32)
+        value = u * mp_silu_grad(before * scale_act) * scale_act
+        value += load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * scale_aux
     else:
         before = load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32)
         dt = u * mp_silu_grad(modulated(before, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN))

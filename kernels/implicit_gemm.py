@@ -17,8 +17,8 @@ from kernels.pixels import load_pixels
 
 @triton.jit(do_not_specialize=["N", "H", "W", "stride_m"])  # one binary for all sizes
 def conv_kernel(
-    x, w0, w1, a, wa0, wa1, b, wb0, wb1, y0, y1, extra0, extra1, aux0, aux1, m_ptr, dm_ptr,
-    N, H, W, stride_m, scale, scale_aux,
+    x, w0, w1, a, wa0, wa1, b, wb0, wb1, y0, y1, extra0, extra1, aux0, aux1, act0, act1, m_ptr, dm_ptr,
+    N, H, W, stride_m, scale, scale_aux, scale_act,
     K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
     STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr,
     EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
@@ -54,11 +54,11 @@ def conv_kernel(
         acc0, acc1, factor = acc0 * scale, acc1 * scale, 1.0
     if BN1 > 0:  # the smaller accumulator first: fewer registers
         finish(
-            acc1, y1, extra1, aux1, m_ptr, dm_ptr, n, h, w, c + BN0, part, N, H, W, stride_m, factor, scale_aux,
+            acc1, y1, extra1, aux1, act1, m_ptr, dm_ptr, n, h, w, c + BN0, part, N, H, W, stride_m, factor, scale_aux, scale_act,
             C, EPILOGUE, CLIP, BI, BH, BW, BN1, BOXES, STAGES,
         )  # fmt: skip
     finish(
-        acc0, y0, extra0, aux0, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, factor, scale_aux,
+        acc0, y0, extra0, aux0, act0, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, factor, scale_aux, scale_act,
         C, EPILOGUE, CLIP, BI, BH, BW, BN0, BOXES, STAGES,
     )  # fmt: skip
 

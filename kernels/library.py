@@ -39,8 +39,8 @@ def weight_gradient(g: Tensor, x: Tensor, taps: int) -> Tensor:
 
 @triton.jit
 def epilogue_kernel(
-    u, y, extra, aux, m_ptr, dm_ptr,
-    N, H, W, stride_m, scale, scale_aux,
+    u, y, extra, aux, act, m_ptr, dm_ptr,
+    N, H, W, stride_m, scale, scale_aux, scale_act,
     C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -56,6 +56,6 @@ def epilogue_kernel(
     for s in tl.static_range(4):
         acc = load_pixels(u, n + s // PARTS * QI, h + s % PARTS * QH, w, c, N, H, W, C, QI, QH, BW, BN, False)
         finish_quarter(
-            acc.T.to(tl.float32), s, y, extra, aux, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux,
+            acc.T.to(tl.float32), s, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
             C, EPILOGUE, CLIP, BI, BH, BW, BN, False,
         )  # fmt: skip
