@@ -123,46 +123,42 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, m: Tensor, skip: Tensor | None = None) -> Tensor:
         """x `[N, H, W, Cin − Cskip]`, modulation m `[N, Cout]`, skip `[N, H, W, Cskip]` → `[N, H', W', Cout]`."""
-        x, y = self._enter(x, skip)
         clip = None if self.heads else self.clip_act
-        if self.dropout and self.training:
-            x = self._branch_with_dropout(x, y, m, skip, clip)
-        else:
-            x = self._branch(x, y, m, skip, clip)
+        branch = self._branch_with_dropout if self.dropout and self.training else self._branch
+        x = branch(x, m, skip, clip)
         return self._attend(x) if self.heads else x
 
-    def _enter(self, x: Tensor, skip: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The main path and the activated input of the residual branch."""
+    def _branch(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
+        """MP-Sum of the main path and the residual branch, then clip."""
+        w0, w1 = self.conv_res0.prepare(x.dtype), self.conv_res1.prepare(x.dtype)
         if skip is not None:
-            return x, ops.cat_silu(x, skip, self.concat_balance)
+            w_skip = self.conv_skip.prepare(x.dtype)
+            return ops.residual_branch_cat(x, skip, w0, m, w1, w_skip, self.concat_balance, self.res_balance, clip)
+        if self.flavor == "dec" and self.conv_skip is None:
+            x = ops.resample(x, self.resample_filter, self.resample_mode)
+            return ops.residual_branch_silu(x, w0, m, w1, self.res_balance, clip)
+        x, y = self._enter(x)
+        return ops.residual_branch(y, w0, m, w1, x, self.res_balance, clip)
+
+    def _branch_with_dropout(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
+        """The same with dropout between the branch's convolutions."""
+        main, y = (x, ops.cat_silu(x, skip, self.concat_balance)) if skip is not None else self._enter(x)
+        y = F.dropout(ops.conv_silu(y, self.conv_res0.prepare(y.dtype), m), self.dropout)
+        w = self.conv_res1.prepare(y.dtype)
+        if skip is None:
+            return ops.conv_sum(y, w, main, self.res_balance, clip)
+        w_skip = self.conv_skip.prepare(y.dtype)
+        return ops.conv_cat_sum(y, w, main, skip, w_skip, self.concat_balance, self.res_balance, clip)
+
+    def _enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The main path, resampled and projected, and the activated input of the residual branch."""
         if self.flavor == "dec":
             x = ops.resample(x, self.resample_filter, self.resample_mode)
-            return x, ops.mp_silu(x)
+            return x if self.conv_skip is None else self.conv_skip(x), ops.mp_silu(x)
         if self.conv_skip is None and self.resample_mode == "down" and self.resample_filter == (1, 1):
             return ops.down_pixel_norm_silu(x)
         x = ops.resample(x, self.resample_filter, self.resample_mode)
         return ops.pixel_norm_silu(x if self.conv_skip is None else self.conv_skip(x))
-
-    def _branch(self, x: Tensor, y: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
-        """MP-Sum of the main path x and the residual branch from y on."""
-        w0, w1 = self.conv_res0.prepare(y.dtype), self.conv_res1.prepare(y.dtype)
-        if skip is None:
-            return ops.residual_branch(y, w0, m, w1, self._main_path(x), self.res_balance, clip)
-        w_skip = self.conv_skip.prepare(y.dtype)
-        return ops.residual_branch_cat(y, w0, m, w1, x, skip, w_skip, self.concat_balance, self.res_balance, clip)
-
-    def _branch_with_dropout(self, x: Tensor, y: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
-        """The same with dropout between its convolutions."""
-        y = F.dropout(ops.conv_silu(y, self.conv_res0.prepare(y.dtype), m), self.dropout)
-        w = self.conv_res1.prepare(y.dtype)
-        if skip is None:
-            return ops.conv_sum(y, w, self._main_path(x), self.res_balance, clip)
-        w_skip = self.conv_skip.prepare(y.dtype)
-        return ops.conv_cat_sum(y, w, x, skip, w_skip, self.concat_balance, self.res_balance, clip)
-
-    def _main_path(self, x: Tensor) -> Tensor:
-        """What the residual branch joins, without a skip; an encoder has projected it on entry."""
-        return self.conv_skip(x) if self.flavor == "dec" and self.conv_skip is not None else x
 
     def _attend(self, x: Tensor) -> Tensor:
         qkv = ops.conv(x, self.attn_qkv.prepare(x.dtype))

@@ -12,7 +12,15 @@ from kernels.fallback import FallbackWarning, clear_fallbacks, fallbacks
 
 if find_spec("triton"):
     from kernels.attention import cosine_attention
-    from kernels.conv import conv, conv_cat_sum, conv_silu, conv_sum, residual_branch, residual_branch_cat
+    from kernels.conv import (
+        conv,
+        conv_cat_sum,
+        conv_silu,
+        conv_sum,
+        residual_branch,
+        residual_branch_cat,
+        residual_branch_silu,
+    )
     from kernels.eager import resample
     from kernels.linear import linear
     from kernels.pixel_norm import down_pixel_norm_silu, pixel_norm_silu
@@ -35,6 +43,7 @@ else:
         resample,
         residual_branch,
         residual_branch_cat,
+        residual_branch_silu,
     )
 
 __all__ = [
@@ -57,6 +66,7 @@ __all__ = [
     "resample",
     "residual_branch",
     "residual_branch_cat",
+    "residual_branch_silu",
 ]
 OPS = [name for name in __all__ if name not in ("FallbackWarning", "clear_fallbacks", "coverage", "fallbacks")]
 

@@ -48,22 +48,36 @@ def conv_cat_sum(
 def residual_branch(
     x: Tensor, w0: Weight, m: Tensor, w1: Weight, residual: Tensor, t: float, clip: float | None = None
 ) -> Tensor:
-    """Two convolutions and what joins them: `conv_sum` of `conv_silu`, whose derivatives then are parts of convolutions."""
+    """Two convolutions and what joins them: `conv_sum` of `conv_silu`. A block of the encoder behind its pixel norm.
+
+    As one op, because its pointwise derivatives then are parts of convolutions.
+    """
     (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1)
     _check_residual(residual, x, w1)
     saves = _saves(x, w0, master0, m, w1, master1, residual)
     return _residual_branch(x, w0, master0, m, w1, master1, residual, t, clip, saves)[0]
 
 
+def residual_branch_silu(x: Tensor, w0: Weight, m: Tensor, w1: Weight, t: float, clip: float | None = None) -> Tensor:
+    """`residual_branch` of MP-SiLU(x) with x: a block of the decoder without a skip."""
+    (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1)
+    check_shape("w1", w1, (w1.shape[0], x.shape[3], w0.shape[1]))
+    return _residual_branch_silu(x, w0, master0, m, w1, master1, t, clip, _saves(x, w0, master0, m, w1, master1))[0]
+
+
 def residual_branch_cat(
-    x: Tensor, w0: Weight, m: Tensor, w1: Weight, a: Tensor, b: Tensor, w_skip: Weight, cat_t: float, t: float,
+    a: Tensor, b: Tensor, w0: Weight, m: Tensor, w1: Weight, w_skip: Weight, cat_t: float, t: float,
     clip: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """`conv_cat_sum` of `conv_silu`."""
-    (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1)
-    w_skip, master_skip = _check_sources(a, b, w_skip, x, w1)
-    saves = _saves(x, w0, master0, m, w1, master1, a, b, w_skip, master_skip)
-    return _residual_branch_cat(x, w0, master0, m, w1, master1, a, b, w_skip, master_skip, cat_t, t, clip, saves)[0]
+    """`conv_cat_sum` of `conv_silu` of `cat_silu`: a block of the decoder with a skip."""
+    (w0, master0), (w1, master1) = unpack(w0), unpack(w1)
+    w_skip, master_skip = _check_sources(a, b, w_skip, a, w1)
+    check_shape("w0", w0, (*w0.shape[:2], a.shape[3] + b.shape[3]))
+    check_weight("w0", w0, "w_skip", w_skip)
+    check_weight("w1", w1, "w0", w0.mT)
+    _check_modulation(m, a, w0)
+    saves = _saves(a, b, w0, master0, m, w1, master1, w_skip, master_skip)
+    return _residual_branch_cat(a, b, w0, master0, m, w1, master1, w_skip, master_skip, cat_t, t, clip, saves)[0]
 
 
 def _saves(*tensors: Tensor | None) -> bool:
@@ -188,27 +202,37 @@ _residual_branch_backward = register(
     conv_triton.residual_branch_backward, lambda g, x, w0, m, w1, *_: 2 * _flops(x, w0, w1),
     lambda *args: _refuses(args, 2, 4) or _refuses_t(args[8], 1),
 )  # fmt: skip
+_residual_branch_silu = register(
+    "residual_branch_silu", eager.residual_branch_silu,
+    lambda x, w0, master0, m, w1, master1, t, clip, saves: _branch_outputs(x, w0, w1, saves, x.shape[3]),
+    conv_triton.residual_branch_silu, lambda x, w0, master0, m, w1, *_: _flops(x, w0, w1), lambda *args: _refuses(args, 1, 4),
+)  # fmt: skip
+_residual_branch_silu_backward = register(
+    "residual_branch_silu_backward", eager.residual_branch_silu_backward,
+    lambda g, x, w0, m, w1, *_: (torch.empty_like(x), _grad(w0), *_like(m), _grad(w1)),
+    conv_triton.residual_branch_silu_backward, lambda g, x, w0, m, w1, *_: 2 * _flops(x, w0, w1),
+    lambda *args: _refuses(args, 2, 4),
+)  # fmt: skip
 _residual_branch_cat = register(
     "residual_branch_cat", eager.residual_branch_cat,
-    lambda x, w0, master0, m, w1, *rest: _branch_outputs(x, w0, w1, rest[-1]),
+    lambda a, b, w0, master0, m, w1, *rest: _branch_outputs(a, w0, w1, rest[-1], a.shape[3] + b.shape[3]),
     conv_triton.residual_branch_cat,
-    lambda x, w0, master0, m, w1, master1, a, b, w_skip, *_: _flops(x, w0, w1, w_skip),
-    lambda *args: _refuses(args, 1, 4, 8) or _refuses_sources(*args[6:8]) or _refuses_t(args[11], 0),
+    lambda a, b, w0, master0, m, w1, master1, w_skip, *_: _flops(a, w0, w1, w_skip),
+    lambda *args: _refuses(args, 2, 5, 7) or _refuses_sources(*args[:2]) or _refuses_t(args[10], 0),
 )  # fmt: skip
 _residual_branch_cat_backward = register(
     "residual_branch_cat_backward", eager.residual_branch_cat_backward,
-    lambda g, x, w0, m, w1, a, b, w_skip, *_: (
-        torch.empty_like(x), _grad(w0), *_like(m), _grad(w1), *_like(a, b), _grad(w_skip),
-    ),
+    lambda g, a, b, w0, m, w1, w_skip, *_: (*_like(a, b), _grad(w0), *_like(m), _grad(w1), _grad(w_skip)),
     conv_triton.residual_branch_cat_backward,
-    lambda g, x, w0, m, w1, a, b, w_skip, *_: 2 * _flops(x, w0, w1, w_skip),
-    lambda *args: _refuses(args, 2, 4, 7) or _refuses_sources(*args[5:7]) or _refuses_t(args[12], 1),
+    lambda g, a, b, w0, m, w1, w_skip, *_: 2 * _flops(a, w0, w1, w_skip),
+    lambda *args: _refuses(args, 3, 5, 6) or _refuses_sources(*args[1:3]),
 )  # fmt: skip
 
 
-def _branch_outputs(x: Tensor, w0: Tensor, w1: Tensor, saves: bool) -> tuple[Tensor, Tensor, Tensor]:
-    saved = [_output(x, w0) if saves else x.new_empty(0) for _ in range(2)]
-    return _output(x, w1), *saved
+def _branch_outputs(x: Tensor, w0: Tensor, w1: Tensor, saves: bool, activated: int = 0) -> tuple[Tensor, ...]:
+    """y, what was activated of that many channels (if any), v and u."""
+    widths = [activated] * bool(activated) + [w0.shape[1]] * 2
+    return _output(x, w1), *(x.new_empty(*x.shape[:3], c) if saves else x.new_empty(0) for c in widths)
 
 
 def _save_conv(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
@@ -265,17 +289,28 @@ def _residual_branch_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Te
     return dx, *dw0, dm, *dw1, dresidual, None, None, None
 
 
-def _save_residual_branch_cat(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, w0, ctx.master0, m, w1, ctx.master1, a, b, w_skip, ctx.master_skip, *ctx.constants, _ = inputs
-    y, v, u = output
-    ctx.save_for_backward(x, w0, m, w1, a, b, w_skip, v, u, None if ctx.constants[-1] is None else y)
+def _save_residual_branch_silu(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x, w0, ctx.master0, m, w1, ctx.master1, *ctx.constants, _ = inputs
+    y, *saved = output
+    ctx.save_for_backward(x, w0, m, w1, *saved, None if ctx.constants[-1] is None else y)
+
+
+def _residual_branch_silu_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    dx, dw0, dm, dw1 = _residual_branch_silu_backward(g.contiguous(), *ctx.saved_tensors, *ctx.constants)
+    return dx, *split_gradient(dw0, ctx.master0), dm, *split_gradient(dw1, ctx.master1), None, None, None
+
+
+def _save_residual_branch_cat(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    a, b, w0, ctx.master0, m, w1, ctx.master1, w_skip, ctx.master_skip, *ctx.constants, _ = inputs
+    y, *saved = output
+    ctx.save_for_backward(a, b, w0, m, w1, w_skip, *saved, None if ctx.constants[-1] is None else y)
 
 
 def _residual_branch_cat_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     grads = _residual_branch_cat_backward(g.contiguous(), *ctx.saved_tensors, *ctx.constants)
-    dx, dw0, dm, dw1, da, db, dw_skip = grads
+    da, db, dw0, dm, dw1, dw_skip = grads
     dw0, dw1, dw_skip = (split_gradient(*pair) for pair in zip((dw0, dw1, dw_skip), (ctx.master0, ctx.master1, ctx.master_skip)))
-    return dx, *dw0, dm, *dw1, da, db, *dw_skip, None, None, None, None
+    return da, db, *dw0, dm, *dw1, *dw_skip, None, None, None, None
 
 
 register_derivative(_conv, _save_conv, _conv_autograd)
@@ -284,3 +319,4 @@ register_derivative(_conv_sum, _save_conv_sum, _conv_sum_autograd)
 register_derivative(_conv_cat_sum, _save_conv_cat_sum, _conv_cat_sum_autograd)
 register_derivative(_residual_branch, _save_residual_branch, _residual_branch_autograd)
 register_derivative(_residual_branch_cat, _save_residual_branch_cat, _residual_branch_cat_autograd)
+register_derivative(_residual_branch_silu, _save_residual_branch_silu, _residual_branch_silu_autograd)

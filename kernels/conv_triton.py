@@ -15,6 +15,7 @@ from kernels import conv_tiles, eager
 from kernels.convolve import Source, convolve
 from kernels.jit import is_recording
 from kernels.modulation import masked_gradient, modulated_silu_backward
+from kernels.pointwise import cat_silu_triton, mp_silu_triton
 from kernels.reference import cat_scales
 from kernels.wgrad import weight_gradient
 
@@ -111,7 +112,7 @@ def residual_branch(
     t: float, clip: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     v, u = conv_silu(x, w0, master0, m, saves)
-    return _sum(v, w1, residual, t, clip, training=saves), *_saved(v, u, saves)
+    return _sum(v, w1, residual, t, clip, training=saves), *_saved(saves, v, u)
 
 
 @by_table
@@ -120,44 +121,89 @@ def residual_branch_backward(
     t: float, clip: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scale, scale_conv = eager.sum_scales(t)
-    g, factor = masked_gradient(g, y, scale, clip), scale_conv / scale
-    dw1 = weight_gradient(g, v, w1.shape[0], factor)
-    du, dm = convolve(g, _dense(w1), "silu_grad", transposed=True, scale=factor, aux=u, m=_rows(m), training=True)
+    g = masked_gradient(g, y, scale, clip)
+    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv / scale)
     return *conv_backward(du, x, w0), dm, dw1, g
 
 
 @by_table
+def residual_branch_silu(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    s = mp_silu_triton(x)
+    v, u = conv_silu(s, w0, master0, m, saves)
+    return _sum(v, w1, x, t, clip, training=saves), *_saved(saves, s, v, u)
+
+
+@by_table
+def residual_branch_silu_backward(
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, y: Tensor | None,
+    t: float, clip: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    scale, scale_conv = eager.sum_scales(t)
+    g = g if clip is None else masked_gradient(g, y, 1.0, clip)
+    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv)
+    dw0 = weight_gradient(du, s, w0.shape[0])
+    main = dict(aux=g, scale_aux=scale, act=_dense(x))
+    return convolve(du, _dense(w0), "residual_silu_grad", transposed=True, **main, training=True)[0], dw0, dm, dw1
+
+
+@by_table
 def residual_branch_cat(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None, a: Tensor, b: Tensor,
+    a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
     w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    v, u = conv_silu(x, w0, master0, m, saves)
-    return conv_cat_sum(v, w1, master1, a, b, w_skip, master_skip, cat_t, t, clip), *_saved(v, u, saves)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    s = cat_silu_triton(a, b, cat_t)
+    v, u = conv_silu(s, w0, master0, m, saves)
+    return conv_cat_sum(v, w1, master1, a, b, w_skip, master_skip, cat_t, t, clip), *_saved(saves, s, v, u)
 
 
 @by_table
 def residual_branch_cat_backward(
-    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, v: Tensor, u: Tensor,
+    g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
     y: Tensor | None, cat_t: float, t: float, clip: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    *grads, g = residual_branch_backward(g, x, w0, m, w1, v, u, y, t, clip)
-    return *grads, *_skip_backward(g, a, b, w_skip, cat_t)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradient of each source: through its part of w_skip, then with that through its part of w0."""
+    scale, scale_conv = eager.sum_scales(t)
+    g = g if clip is None else masked_gradient(g, y, 1.0, clip)
+    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv)
+    da, db, dw_skip = _skip_backward(g, a, b, w_skip, cat_t, scale)
+    channels = [a.shape[3], b.shape[3]]
+    parts = zip((da, db), (a, b), _dense(w0).split(channels, dim=2), cat_scales(*channels, cat_t))
+    da, db = (
+        convolve(du, w, "residual_silu_grad", transposed=True, aux=d, scale_aux=1.0, act=_dense(x), scale_act=s_x, training=True)[0]
+        for d, x, w, s_x in parts
+    )
+    return da, db, weight_gradient(du, s, w0.shape[0]), dm, dw1, dw_skip
 
 
-def _skip_backward(g: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the 1×1 convolution of MP-Cat."""
+def _second_backward(
+    g: Tensor, w: Tensor, m: Tensor, v: Tensor, u: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a branch's second convolution and the activation before it: du, dm and dw."""
+    dw = weight_gradient(g, v, w.shape[0], scale)
+    du, dm = convolve(g, _dense(w), "silu_grad", transposed=True, scale=scale, aux=u, m=_rows(m), training=True)
+    return du, dm, dw
+
+
+def _skip_backward(
+    g: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, factor: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `factor` times the 1×1 convolution of MP-Cat."""
     channels = [a.shape[3], b.shape[3]]
     dw_skip = eager.gradient_like(w_skip)
     parts = zip((a, b), w_skip.split(channels, dim=2), dw_skip.split(channels, dim=2), cat_scales(*channels, cat_t))
     dx = []
     for source, w, dw, scale in parts:
-        weight_gradient(g, _dense(source), 1, scale, out=dw)
-        dx.append(convolve(g, w, transposed=True, scale=scale)[0])
+        weight_gradient(g, _dense(source), 1, factor * scale, out=dw)
+        dx.append(convolve(g, w, transposed=True, scale=factor * scale)[0])
     return *dx, dw_skip
 
 
-def _saved(v: Tensor, u: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
-    return (v, u) if saves else (u, u.new_empty(0))
+def _saved(saves: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """What the backward needs, or nothing in its place."""
+    return tensors if saves else tuple(x.new_empty(0) for x in tensors)
 
 
 def _padded(x: Tensor, rows: bool = False) -> Tensor:

@@ -179,21 +179,44 @@ def residual_branch_backward(
     return *conv_silu_backward(dv, x, w0, m, u), dw1, dresidual
 
 
+def residual_branch_silu(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Also s, the activated x, v and u, if it `saves` them."""
+    s = mp_silu(x)
+    y, v, u = residual_branch(s, w0, None, m, w1, None, x, t, clip, saves)
+    return y, s if saves else s.new_empty(0), v, u
+
+
+def residual_branch_silu_backward(
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, y: Tensor | None,
+    t: float, clip: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of x, w0, m and w1."""
+    ds, dw0, dm, dw1, dx = residual_branch_backward(g, s, w0, m, w1, v, u, y, t, clip)
+    return dx.add_(mp_silu_backward(ds, x)), dw0, dm, dw1
+
+
 def residual_branch_cat(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None, a: Tensor, b: Tensor,
+    a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
     w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    v, u = conv_silu(x, w0, None, m, saves)
-    return conv_cat_sum(v, w1, None, a, b, w_skip, None, cat_t, t, clip), v if saves else v.new_empty(0), u
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    s = cat_silu(a, b, cat_t)
+    v, u = conv_silu(s, w0, None, m, saves)
+    y = conv_cat_sum(v, w1, None, a, b, w_skip, None, cat_t, t, clip)
+    return (y, s, v, u) if saves else (y, *(y.new_empty(0) for _ in range(3)))
 
 
 def residual_branch_cat_backward(
-    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, v: Tensor, u: Tensor,
+    g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
     y: Tensor | None, cat_t: float, t: float, clip: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, w0, m, w1, a, b and w_skip."""
-    dv, dw1, *skip = conv_cat_sum_backward(g, v, w1, a, b, w_skip, y, cat_t, t, clip)
-    return *conv_silu_backward(dv, x, w0, m, u), dw1, *skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of a, b, w0, m, w1 and w_skip."""
+    dv, dw1, da, db, dw_skip = conv_cat_sum_backward(g, v, w1, a, b, w_skip, y, cat_t, t, clip)
+    ds, dw0, dm = conv_silu_backward(dv, s, w0, m, u)
+    da_silu, db_silu = cat_silu_backward(ds, a, b, cat_t)
+    return da.add_(da_silu), db.add_(db_silu), dw0, dm, dw1, dw_skip
 
 
 def _scaled_weights(

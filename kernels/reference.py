@@ -91,16 +91,21 @@ def conv_cat_sum(
 def residual_branch(
     x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, residual: Tensor, t: float, clip: float | None = None
 ) -> Tensor:
-    """Two convolutions and what joins them: `conv_sum` of `conv_silu`."""
+    """Two convolutions and what joins them: `conv_sum` of `conv_silu`. A block of the encoder behind its pixel norm."""
     return conv_sum(conv_silu(x, w0, m), w1, residual, t, clip)
 
 
+def residual_branch_silu(x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None) -> Tensor:
+    """`residual_branch` of MP-SiLU(x) with x: a block of the decoder without a skip."""
+    return residual_branch(mp_silu(x), w0, m, w1, x, t, clip)
+
+
 def residual_branch_cat(
-    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, t: float,
+    a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, cat_t: float, t: float,
     clip: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """`conv_cat_sum` of `conv_silu`."""
-    return conv_cat_sum(conv_silu(x, w0, m), w1, a, b, w_skip, cat_t, t, clip)
+    """`conv_cat_sum` of `conv_silu` of `cat_silu`: a block of the decoder with a skip."""
+    return conv_cat_sum(conv_silu(cat_silu(a, b, cat_t), w0, m), w1, a, b, w_skip, cat_t, t, clip)
 
 
 def mp_silu(x: Tensor) -> Tensor:

@@ -90,8 +90,17 @@ CASES = {
     ),
     "residual_branch_cat": Case(
         "residual_branch_cat",
-        [(1, 3, 5, 24), (9, 16, 24), (1, 16), (9, 40, 16), (1, 3, 5, 8), (1, 3, 5, 16), (1, 40, 24)],
+        [(1, 3, 5, 8), (1, 3, 5, 16), (9, 16, 24), (1, 16), (9, 40, 16), (1, 40, 24)],
         {"cat_t": 0.4, "t": 0.3, "clip": 0.5},
+    ),
+    "residual_branch_cat no clip": Case(
+        "residual_branch_cat",
+        [(2, 4, 4, 16), (2, 4, 4, 8), (1, 8, 24), (2, 8), (1, 16, 8), (1, 16, 24)],
+        {"cat_t": 0.5, "t": 0.3},
+    ),
+    "residual_branch_silu": Case("residual_branch_silu", [(2, 5, 3, 16), (9, 8, 16), (2, 8), (9, 16, 8)], {"t": 0.3}),
+    "residual_branch_silu clip": Case(
+        "residual_branch_silu", [(2, 5, 7, 8), (1, 24, 8), (2, 24), (9, 8, 24)], {"t": 0.3, "clip": 0.5}
     ),
     "cosine_attention": Case("cosine_attention", [(2, 3, 5, 2 * 3 * 40)], {"heads": 2}),
     "cosine_attention two tokens": Case("cosine_attention", [(1, 1, 2, 2 * 3 * 8)], {"heads": 2}),
@@ -167,9 +176,10 @@ SMALL = {
     ),
     "residual_branch_cat": Case(
         "residual_branch_cat",
-        [(1, 2, 2, 3), (9, 2, 3), (1, 2), (9, 2, 2), (1, 2, 2, 2), (1, 2, 2, 1), (1, 2, 3)],
+        [(1, 2, 2, 2), (1, 2, 2, 1), (9, 2, 3), (1, 2), (9, 2, 2), (1, 2, 3)],
         {"cat_t": 0.4, "t": 0.3, "clip": 0.6},
     ),
+    "residual_branch_silu": Case("residual_branch_silu", [(1, 2, 2, 2), (9, 3, 2), (1, 3), (9, 2, 3)], {"t": 0.3, "clip": 0.6}),
     "cosine_attention": Case("cosine_attention", [(1, 2, 2, 2 * 3 * 2)], {"heads": 2}),
     "resample": Case("resample", [(1, 2, 1, 2)], {"mode": "up"}),
 }
