@@ -286,9 +286,11 @@ def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> Non
     ctx.save_for_backward(qkv, *output)
 
 
-_attention.register_autograd(
-    lambda ctx, g, _: (_attention_backward(g.contiguous(), *ctx.saved_tensors, ctx.heads), None), setup_context=_save
-)
+def _autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | None, None]:
+    return None if g is None else _attention_backward(g.contiguous(), *ctx.saved_tensors, ctx.heads), None
+
+
+_attention.register_autograd(_autograd, setup_context=_save)
 
 
 def cosine_attention(qkv: Tensor, heads: int) -> Tensor:

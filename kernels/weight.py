@@ -195,7 +195,9 @@ def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> Non
     ctx.save_for_backward(w, output[1], gain)
 
 
-def _autograd(ctx: FunctionCtx, g: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+def _autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    if g is None:
+        return None, None, None, None
     w, length, gain = ctx.saved_tensors
     dw, dgain = _mp_weight_backward(g, w, length, gain, ctx.heads)
     return dw, None if gain is None else dgain, None, None
