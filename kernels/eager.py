@@ -39,17 +39,20 @@ def project(g: Tensor, x: Tensor, square: Tensor, dims: tuple[int, ...]) -> tupl
 
 def mp_weight(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
     """`gain · w/d` by rows with `d = ‖w‖ + ε·√fan_in` (the √fan_in of Eq. 66 cancels against that of the RMS); also ‖w‖ `[Cout]`."""
-    rows = w.flatten(1)
+    rows, taps = w.flatten(1), w.shape[2:].numel()
     length = norm(rows, (1,))
     d = length + EPS * math.sqrt(rows.shape[1])
-    rows = (rows / d if gain is None else rows * (gain / d)).to(dtype)
+    y = w.new_empty(taps, *w.shape[:2], dtype=dtype)
+    out, rows = y, w.reshape(*w.shape[:2], taps).permute(2, 0, 1)
     if heads:
-        rows = rows.unflatten(0, (heads, -1, 3)).transpose(1, 2).flatten(0, 2)
-    return rows.view(w.shape[0], w.shape[1], -1).permute(2, 0, 1), length.squeeze(1)
+        rows, d = (x.unflatten(-2, (heads, -1, 3)).transpose(-3, -2) for x in (rows, d))  # [taps, heads, 3, D, Cin]
+        out = y.view(rows.shape)
+    torch.mul(rows, 1 / d if gain is None else gain / d, out=out)
+    return y, length.squeeze(1)
 
 
 def mp_weight_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) and dgain = Σ ⟨w,g⟩/d (0 without a gain)."""
+    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) and dgain = Σ ⟨w,g⟩/d (nothing without a gain)."""
     g = g.permute(1, 2, 0)
     if heads:
         g = g.unflatten(0, (heads, 3, -1)).transpose(1, 2).flatten(0, 2)
@@ -57,7 +60,7 @@ def mp_weight_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None
     d = length + EPS * math.sqrt(w[0].numel())
     dw, dot = project(g.reshape(w.shape[0], -1).to(d.dtype), w.flatten(1), length * d, (1,))
     if gain is None:
-        return dw.div_(d).view_as(w), w.new_zeros([])
+        return dw.div_(d).view_as(w), w.new_empty([0])
     return dw.mul_(gain / d).view_as(w), (dot / d).sum().reshape(gain.shape)
 
 

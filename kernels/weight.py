@@ -164,7 +164,7 @@ def mp_weight_backward_triton(
     args = (g.contiguous(), w, length, gain, dw, shares, cin, cout)
     constants = dict(HEADS=heads, TAPS=w[0, 0].numel(), ALIGNED=cin % 8 == 0, BLOCK=BLOCK)
     launch(mp_weight_backward_kernel, (cout,), *args, **constants, num_warps=4)
-    return dw, w.new_empty([]) if gain is None else shares.sum().reshape(gain.shape)
+    return dw, w.new_empty([0]) if gain is None else shares.sum().reshape(gain.shape)
 
 
 def _refuses(*args: Tensor | int | torch.dtype | None) -> str | None:
@@ -180,7 +180,7 @@ def _fake(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tup
 
 
 def _fake_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    return w.new_empty(w.shape), w.new_empty([] if gain is None else gain.shape)
+    return w.new_empty(w.shape), w.new_empty([0] if gain is None else gain.shape)
 
 
 _mp_weight = register("mp_weight", eager.mp_weight, _fake, mp_weight_triton, refuses=_refuses)
