@@ -13,10 +13,9 @@ from kernels.fallback import FallbackWarning, clear_fallbacks, fallbacks
 if find_spec("triton"):
     from kernels.attention import cosine_attention
     from kernels.conv import conv, conv_cat_sum, conv_silu, conv_sum
-    from kernels.eager import resample
     from kernels.linear import linear
     from kernels.pixel_norm import down_pixel_norm_silu, pixel_norm_silu
-    from kernels.pointwise import cat_silu, mp_silu, mp_sum
+    from kernels.pointwise import cat_silu, mp_silu, mp_sum, resample
     from kernels.weight import mp_weight
 else:
     from kernels.reference import (

@@ -296,6 +296,6 @@ _attention.register_autograd(_autograd, setup_context=_save)
 def cosine_attention(qkv: Tensor, heads: int) -> Tensor:
     """qkv `[N, H, W, heads·3·D]`, channels (head, q|k|v, D) → `[N, H, W, heads·D]`. |q| ≤ sqrt(D), so logits lie in ±sqrt(D)."""
     check_activation("qkv", qkv)
-    if qkv.shape[-1] % (3 * heads):
+    if heads < 1 or qkv.shape[-1] % (3 * heads):
         raise ValueError(f"qkv: {qkv.shape[-1]} channels are not a multiple of 3 × {heads} heads")
     return _attention(qkv, heads)[0]
