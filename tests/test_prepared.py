@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kernels
+from kernels.jit import recording
 from kernels.prepared import PreparedWeights, RawWeight
 from tests.conftest import relative_error
 from tests.tolerances import EXACT
@@ -96,3 +97,18 @@ def test_projecting_too_early():
     prepared.prepare()
     with pytest.raises(RuntimeError, match="before backward"):
         prepared.project()
+
+
+def test_bytes_are_those_of_raw_and_prepared_weights():
+    """But for tables and a number or two per row, each moved once."""
+    groups = raw_weights()
+    prepared = PreparedWeights(groups)
+    give_gradients(prepared, 1)
+    raw = sum(4 * r.weight.numel() for group in groups for r in group)
+    values = sum(w.value.numel() * w.value.element_size() for w in prepared.weights)
+    for call, expected in ((prepared.prepare, raw + values), (prepared.project, 3 * raw)):
+        launches = []
+        give_gradients(prepared, 1)
+        with recording(launches.append):
+            call()
+        assert expected < sum(x.bytes for x in launches) < 1.06 * expected
