@@ -70,10 +70,12 @@ class Case:
 
 
 CASES = {
-    "mp_weight 3x3": Case("mp_weight", [(40, 8, 3, 3)]),
+    "mp_weight 3x3": Case("mp_weight", [(6, 40, 3, 3)]),
+    "mp_weight long rows": Case("mp_weight", [(2, 240, 3, 3)]),
+    "mp_weight short rows": Case("mp_weight", [(3, 2)]),
     "mp_weight 1x1 gain": Case("mp_weight", [(8, 40, 1, 1), ()]),
     "mp_weight linear gain": Case("mp_weight", [(5, 7), (1,)]),
-    "mp_weight heads": Case("mp_weight", [(2 * 4 * 3, 8, 1, 1)], {"heads": 2}),
+    "mp_weight heads": Case("mp_weight", [(2 * 2 * 3, 8, 1, 1)], {"heads": 2}),
     "mp_weight small": Case("mp_weight", [(5, 8, 3, 3)], {}, {0: 1e-4}),
     "linear": Case("linear", [(5, 8), (1, 40, 8)]),
     "conv 3x3": Case("conv", [(2, 5, 3, 8), (9, 40, 8)]),

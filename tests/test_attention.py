@@ -122,14 +122,3 @@ def test_launches():
             assert [x.flops // product for x in launches] == ([2, 5] if one else [2, 3, 4])
             assert launches[0].bytes == sum(x.numel() * x.element_size() for x in (qkv, y, lse))
     assert tiles.attention("backward", 90, 256, 64, 2) and not tiles.attention("backward", 80, 256, 64, 2)
-
-
-@kernels_only
-def test_wide_heads_fall_back():
-    kernels.clear_fallbacks()
-    case = Case("cosine_attention", [(1, 2, 2, 3 * 136)], {"heads": 1})
-    inputs = case.inputs(torch.float32)
-    with pytest.warns(kernels.FallbackWarning, match="136 channels per head, the kernel takes 128"):
-        actual = case.run(kernels, inputs)
-    assert all(relative_error(a, b) < EXACT[torch.float32] for a, b in zip(actual, case.run(reference, inputs)))
-    kernels.clear_fallbacks()

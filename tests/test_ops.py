@@ -79,6 +79,16 @@ def test_nothing_else_is_written_or_read(case, device, monkeypatch):
     assert_same(actual, expected)
 
 
+def test_weights_of_one_input(device):
+    """All but ε of a gradient is projected away: the error is measured against the gradient before that."""
+    case = Case("mp_weight", [(7, 1)])
+    y, dw = case.run(kernels, case.inputs(torch.float32, device))
+    exact = case.inputs(torch.float64, device)
+    expected, gradient = case.run(reference, exact)
+    assert relative_error(y, expected) < EXACT[torch.float32]
+    assert (dw - gradient).norm() < EXACT[torch.float32] * (1 / exact[0]).norm()
+
+
 def test_half_precision_weights_are_prepared_in_fp32(device):
     w = torch.randn(8, 40, 3, 3, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
     y, expected = (module.mp_weight(w, dtype=torch.float16) for module in (kernels, reference))
