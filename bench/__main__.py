@@ -27,7 +27,7 @@ def main() -> None:
 
 
 GROUPS = {
-    "kernels": "Convolutions, products and attention of EDM2-S, by the libraries.",
+    "kernels": "Kernels of EDM2-S: this project's, and the libraries' convolutions, products and attention.",
     "block": "One encoder block at each level of EDM2-S, forward and backward.",
     "train": "Training steps: images per second, MFU, phases, peak memory.",
     "sample": "Evaluations of the network: milliseconds and images per second.",

@@ -74,7 +74,9 @@ class Baseline(nn.Module):
         c_noise = sigma.flatten().log() / 4
         x_in = (c_in * x).to(net.compute_dtype(x.device), memory_format=self.format)
         D_x = c_skip * x + c_out * self.unet(net.unet, x_in, c_noise, labels).float()
-        return (D_x, net.logvar(c_noise)) if return_logvar else D_x
+        if not return_logvar:
+            return D_x
+        return D_x, self.conv(net.logvar_fourier(c_noise), net.logvar_linear).reshape(-1, 1, 1, 1)
 
     def unet(self, unet: UNet, x: Tensor, c_noise: Tensor, labels: Tensor | None) -> Tensor:
         emb = self.conv(unet.emb_fourier(c_noise), unet.emb_noise)
@@ -123,19 +125,27 @@ class Baseline(nn.Module):
         return y.reshape(n, channels // 3, height, width).contiguous(memory_format=self.format)
 
     def conv(self, x: Tensor, layer: MPConv, gain: Tensor | float = 1) -> Tensor:
+        w = self.weight(layer, gain, x.dtype)
+        return x @ w.t() if w.ndim == 2 else F.conv2d(x, w, padding=w.shape[-1] // 2)
+
+    def weight(self, layer: MPConv, gain: Tensor | float, dtype: torch.dtype) -> Tensor:
         w = layer.weight.to(torch.float32)
         w = normalize(w, dim=list(range(1, w.ndim)))
         w = w * (gain / math.sqrt(w[0].numel()))
-        w = w.to(x.dtype)
-        if w.ndim == 2:
-            return x @ w.t()
-        return F.conv2d(x, w.contiguous(memory_format=self.format), padding=w.shape[-1] // 2)
+        w = w.to(dtype)
+        return w if w.ndim == 2 else w.contiguous(memory_format=self.format)
 
 
 class BaselineOptimizer:
     """PyTorch's fused Adam, a loop for each average, a loop of forced normalisations: the step of `EDM2Optimizer`."""
 
-    def __init__(self, net: nn.Module, betas: tuple[float, float] = (0.9, 0.99), ema_stds: Sequence[float] = (0.05, 0.10)):
+    def __init__(
+        self,
+        net: nn.Module,
+        betas: tuple[float, float] = (0.9, 0.99),
+        ema_stds: Sequence[float] = (0.05, 0.10),
+        weights: "UnpreparedWeights | None" = None,
+    ):
         self.params = list(net.parameters())
         self.adam = torch.optim.Adam(self.params, betas=betas, fused=True)
         self.emas = {std: [p.detach().clone() for p in self.params] for std in ema_stds}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 Candidates = dict[str, Callable[[], Any]]
+REFERENCE = "reference"  # a candidate of this name is what the others are compared with, and is not timed
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Case:
     flush: bool = True
     warmup: int = 3  # calls before the timed ones, besides the one that is checked
     compiles: bool = False  # worth compiling ahead, beside other cases
+    dtype: str = ""  # of activations; empty: the networks' own, fp16 on a GPU and fp32 elsewhere
 
     @property
     def group(self) -> str:

@@ -15,12 +15,14 @@ from typing import Any
 import click
 
 from bench.case import Case
-from bench.isolated import Isolated, Source, finish, start_compiling
-from bench.runner import OURS, line, run_cases, write
+from bench.isolated import Isolated, Source, finish, start_compiling, start_warming
+from bench.runner import OURS, line, run_cases, this_device, write
 
 ROOT = Path(__file__).parent.parent
-GPU_TESTS = ("-m", "gpu", "tests")
+GPU_TESTS = ("-m", "gpu", "--continue-on-collection-errors", "tests")  # some files need packages that may not be there
 COMPILED_AHEAD = 6  # cases, each in a process of its own
+KERNELS_AHEAD, TOGETHER = 24, 8  # cases of single kernels, and how many in one process
+WARMING = 2  # processes that compile the Triton kernels of whole steps
 TESTS_SHARE, COMPILING_SHARE, SILENCE_SHARE = 0.25, 0.2, 0.3  # of the budget; the last is one candidate's at most
 
 
@@ -30,18 +32,28 @@ def run(source: Source, cases: Iterable[Case], outdir: Path, budget: float, runs
     Compilation goes on beside the tests. Nothing else is at work while a case is measured.
     """
     start, cases = time.monotonic(), list(cases)
-    ahead = start_compiling(source, [case.name for case in cases if case.compiles][:COMPILED_AHEAD])
+    ahead = start_compiling(source, batches_ahead(cases))
+    if this_device().type == "cuda" and any(case.group in ("train", "sample") for case in cases):
+        ahead += start_warming("edm2-img512-s", 256, WARMING)
     try:
         tests = run_tests(GPU_TESTS, TESTS_SHARE * budget)
     finally:
         compiled = finish(ahead, start + COMPILING_SHARE * budget)
     write(outdir / "tests" / "tests.json", tests)
-    click.echo(f"{describe_tests(tests)}; {compiled} of {len(ahead)} cases compiled ahead; {time.monotonic() - start:.0f} s so far")
+    click.echo(f"{describe_tests(tests)}; {compiled} of {len(ahead)} processes compiled ahead; {time.monotonic() - start:.0f} s so far")
     deadline = start + budget
     with Isolated(source, SILENCE_SHARE * budget, deadline) as isolated:
         results = run_cases(cases, outdir, deadline - time.monotonic(), runs, isolated)
     click.echo("\n" + "\n".join([answer(results), describe_tests(tests), *map(line, results)]))
     return results
+
+
+def batches_ahead(cases: Sequence[Case]) -> list[list[str]]:
+    """Names of the cases to compile ahead, by process: networks alone, single kernels together."""
+    names = [case.name for case in cases if case.compiles and case.group != "kernels"][:COMPILED_AHEAD]
+    single = [case.name for case in cases if case.compiles and case.group == "kernels"][:KERNELS_AHEAD]
+    workers = -(-len(single) // TOGETHER)
+    return [[name] for name in names] + [single[worker::workers] for worker in range(workers)]
 
 
 def run_tests(arguments: Sequence[str], limit: float) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from bench.case import Case
-from bench.runner import UNFINISHED, Save, blank, broken, reason, run_case, this_device
+from bench.ledger import launches_of
+from bench.runner import OURS, UNFINISHED, Save, blank, broken, reason, run_case, this_device
 from edm2.backends import full_precision
+from kernels.jit import warm, warm_key
 
 Source = Callable[[], Iterable[Case]]  # importable: a process finds its cases by name, since they cannot be pickled
 SPAWN = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
@@ -101,32 +103,62 @@ def failed(result: dict[str, Any], why: str) -> dict[str, Any]:
     return result | {"candidates": candidates or {"all": {"failure": why}}}
 
 
-def start_compiling(source: Source, names: Sequence[str]) -> list[BaseProcess]:
-    """Compile the cases of these names into Inductor's cache on disk, each in a process of its own.
+def start_compiling(source: Source, batches: Sequence[Sequence[str]]) -> list[BaseProcess]:
+    """Compile the cases of these names into the caches on disk, each batch of them in a process of its own.
 
     They leave some of the GPU's memory to others. The first may take the most, since a backward is only compiled when
     its forward has run; one that runs out of memory ends early.
     """
-    shares = [0.6] + [0.25 / max(1, len(names) - 1)] * len(names)
-    processes = [SPAWN.Process(target=_compile, args=(source, *each), daemon=True) for each in zip(names, shares)]
+    shares = [0.6] + [0.25 / max(1, len(batches) - 1)] * len(batches)
+    return _start([(_compile, source, *each) for each in zip(batches, shares)])
+
+
+def start_warming(preset: str, batch: int, workers: int) -> list[BaseProcess]:
+    """Compile the Triton kernels that a training step, and evaluations of 1, 8 and 64 images launch, into its cache."""
+    return _start([(_warm, preset, batch, worker, workers) for worker in range(workers)])
+
+
+def _start(jobs: Sequence[tuple]) -> list[BaseProcess]:
+    processes = [SPAWN.Process(target=target, args=args, daemon=True) for target, *args in jobs]
     for process in processes:
         process.start()
     return processes
 
 
-def _compile(source: Source, name: str, share: float) -> None:
+def _compile(source: Source, names: Sequence[str], share: float) -> None:
     os.setsid()
     full_precision()
     device = this_device()
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share)
-    case = next(case for case in source() if case.name == name)
+    left = set(names)
+    for case in source():
+        if case.name in left:
+            _compile_case(case, device)
+            left.remove(case.name)
+        if not left:
+            break
+
+
+def _compile_case(case: Case, device: torch.device) -> None:
+    """What torch.compile makes of it, and this project's kernels where the case is one of these."""
+    torch.compiler.reset()
     for candidate, run in case.build(device).items():
-        if "compile" in candidate:
+        if "compile" in candidate or (case.group == "kernels" and candidate == OURS):
             try:
                 run()
             except Exception as e:  # the measurement will say so
-                print(f"compiling {name} ahead: {reason(e)}", flush=True)
+                print(f"compiling {case.name} ahead: {reason(e)}", flush=True)
+
+
+def _warm(preset: str, batch: int, worker: int, workers: int) -> None:
+    """A share of the kernels: the others' workers have the rest."""
+    os.setsid()
+    steps = [(batch, "train"), *((n, "eval") for n in (1, 8, 64))]
+    major, minor = torch.cuda.get_device_capability()
+    launches = {warm_key(x): x for n, phase in steps for x in launches_of("this project", preset, n, phase, 10 * major + minor)}
+    for key in sorted(launches)[worker::workers]:
+        warm(launches[key])
 
 
 def finish(processes: list[BaseProcess], deadline: float) -> int:

@@ -7,6 +7,7 @@ multiply-add). Saved bytes are what autograd keeps from the forward for the back
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -23,18 +25,17 @@ import edm2
 from bench.baseline import Baseline, BaselineOptimizer, UnpreparedWeights
 from bench.case import data_size
 from edm2.optimizer import EDM2Optimizer
-from edm2.summary import saved_bytes
 from edm2.weights import StepWeights
 from kernels.jit import Launch
 from kernels.tracing import OnGPU
 
 CLASSES = {
-    "convolution": "convolution convolution_backward",
+    "convolution": "convolution convolution_backward conv wgrad",
     "matrix product": "matmul mm addmm bmm baddbmm addmm_ linear",
     "attention": "_safe_softmax _softmax _softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_attention_math "
     "cosine_attention cosine_attention_dq cosine_attention_dkv",
-    "reduction": "linalg_vector_norm sum mean count_nonzero",
+    "reduction": "linalg_vector_norm sum mean count_nonzero sum_parts sum_rows",
     "copy": "_to_copy copy_ clone cat stack fill_ zeros zeros_like ones_like new_zeros slice_backward "
     "select_backward index upsample_nearest2d upsample_nearest2d_backward avg_pool2d avg_pool2d_backward",
     "optimizer": "adam _fused_adam_ lerp_ _foreach_lerp_ _foreach_mul_ _foreach_add_ _foreach_div_ nan_to_num",
@@ -45,16 +46,18 @@ NO_LAUNCH = set("detach _unsafe_view device promote_types empty empty_like new_e
 
 @dataclass
 class Entry:
-    """A sum over launches."""
+    """A sum over launches, and the bytes that autograd keeps for their backward."""
 
     launches: int = 0
     flops: int = 0
     bytes: int = 0
+    saved: int = 0
 
     def add(self, other: "Entry") -> None:
         self.launches += other.launches
         self.flops += other.flops
         self.bytes += other.bytes
+        self.saved += other.saved
 
 
 @dataclass
@@ -66,7 +69,6 @@ class Ledger:
     batch: int
     phase: str
     classes: dict[str, Entry] = field(default_factory=lambda: defaultdict(Entry))
-    saved: int = 0
 
     @property
     def total(self) -> Entry:
@@ -80,7 +82,7 @@ class Ledger:
         return sum(max(e.flops / (tflops * 1e12), e.bytes / (tbps * 1e12)) for e in self.classes.values())
 
     def to_json(self) -> dict:
-        facts = {name: getattr(self, name) for name in ("candidate", "preset", "batch", "phase", "saved")}
+        facts = {name: getattr(self, name) for name in ("candidate", "preset", "batch", "phase")}
         return {**facts, "classes": {k: asdict(v) for k, v in self.classes.items()}, "total": asdict(self.total)}
 
 
@@ -139,30 +141,78 @@ CANDIDATES: dict[str, tuple[Callable[[edm2.Precond], nn.Module], type, type]] = 
 
 def count(candidate: str, preset: str, batch: int, phase: str) -> Ledger:
     """The ledger of one evaluation (`phase="eval"`) or training step (`"train"`) in fp16."""
-    wrap, optimizer_type, weights_type = CANDIDATES[candidate]
     ledger = Ledger(candidate, preset, batch, phase)
+    for kind, saved in _trace(candidate, preset, batch, phase, Recorder(ledger.classes)).items():
+        ledger.classes[kind].saved = saved
+    return ledger
+
+
+def launches_of(candidate: str, preset: str, batch: int, phase: str, capability: int = 90) -> list[Launch]:
+    """The Triton kernels that the same starts on a GPU of an architecture, in order."""
+    launches: list[Launch] = []
+    _trace(candidate, preset, batch, phase, OnGPU(launches.append, capability))
+    return launches
+
+
+def _trace(candidate: str, preset: str, batch: int, phase: str, mode: OnGPU) -> dict[str, int]:
+    """Run an evaluation or a step under `mode`; returns the saved bytes by class of op."""
+    wrap, optimizer_type, weights_type = CANDIDATES[candidate]
     with fake_network(preset) as net:
         model = wrap(net)
         inputs = inputs_for(net, batch)
         if phase == "eval":
-            with torch.no_grad(), Recorder(ledger.classes):
+            with torch.no_grad(), mode:
                 model.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
-            return ledger
-        optimizer, weights = optimizer_type(net), weights_type(net)
-        _make_state(net, optimizer)
+            return {}
+        weights = weights_type(net)
+        optimizer = optimizer_type(net, weights=weights)
+        make_state(net, optimizer)
         model.train()
-        with Recorder(ledger.classes):
+        with mode:
             with weights.prepared():
-                with saved_bytes(net) as saved:
-                    loss = edm2.denoising_loss(model, **inputs).sum()
+                loss = edm2.denoising_loss(model, **inputs).sum()
+                saved = _saved_bytes(loss, net)
                 loss.backward()
             weights.project()
             optimizer.step(0.01, 2 * batch, batch)
-        ledger.saved = saved()
-    return ledger
+        return saved
 
 
-def _make_state(net: nn.Module, optimizer) -> None:
+def _saved_bytes(loss: Tensor, net: nn.Module) -> dict[str, int]:
+    """Bytes that the nodes of autograd's graph keep, parameters apart, each storage with the first that keeps it."""
+    counted, saved = {p.untyped_storage()._cdata for p in net.parameters()}, defaultdict(int)
+    for node in sorted(_nodes(loss.grad_fn), key=lambda node: node._sequence_nr()):
+        for x in _kept(node):
+            storage = x.untyped_storage()
+            if storage._cdata not in counted:
+                counted.add(storage._cdata)
+                saved[_class_of(node.name())] += storage.nbytes()
+    return saved
+
+
+def _nodes(last: Node) -> set[Node]:
+    found, left = {last}, [last]
+    while left:
+        new = {node for node, _ in left.pop().next_functions if node is not None} - found
+        found |= new
+        left += new
+    return found
+
+
+def _kept(node: Node) -> list[Tensor]:
+    values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    return [x for x in tree_leaves([values, getattr(node, "saved_tensors", ())]) if isinstance(x, Tensor)]
+
+
+def _class_of(node: str) -> str:
+    """Of nodes like `BmmBackward0` and `GeneratedBackwardFor_edm2_conv_sum_defaultBackward`."""
+    if own := re.search("_edm2_(.+)_default", node):
+        return "convolution" if own[1].startswith("conv") else OP_CLASS.get(own[1], "pointwise")
+    name = re.sub("(?<!^)(?=[A-Z])", "_", node.partition("Backward")[0]).lower()
+    return OP_CLASS.get(name) or OP_CLASS.get(f"_{name}", "pointwise")
+
+
+def make_state(net: nn.Module, optimizer) -> None:
     """The first step of an optimizer makes its state; a step among many finds it."""
     for p in net.parameters():
         p.grad = torch.zeros_like(p)
@@ -190,11 +240,11 @@ def table(ledger: Ledger, tflops: float, tbps: float) -> str:
     """The ledger as text, largest traffic first."""
     rows = sorted(ledger.classes.items(), key=lambda item: -item[1].bytes)
     lines = [f"{ledger.candidate}, {ledger.preset}, batch {ledger.batch}, {ledger.phase}"]
-    lines.append(f"{'':16}{'launches':>10}{'TFLOP':>10}{'GB':>10}")
+    lines.append(f"{'':16}{'launches':>10}{'TFLOP':>10}{'GB':>10}{'saved GB':>10}")
     for name, e in [*rows, ("total", ledger.total)]:
-        lines.append(f"{name:16}{e.launches:>10,}{e.flops / 1e12:>10.2f}{e.bytes / 1e9:>10.1f}")
+        lines.append(f"{name:16}{e.launches:>10,}{e.flops / 1e12:>10.2f}{e.bytes / 1e9:>10.1f}{e.saved / 1e9:>10.2f}")
     floor = ledger.floor(tflops, tbps) * 1e3
     lines.append(f"floor at {tflops:.0f} TFLOP/s and {tbps} TB/s: {floor:.1f} ms")
-    if ledger.saved:
-        lines.append(f"saved for the backward: {ledger.saved / ledger.batch / 1e6:.1f} MB per image")
+    if saved := ledger.total.saved:
+        lines.append(f"saved for the backward: {saved / ledger.batch / 1e6:.1f} MB per image")
     return "\n".join(lines)

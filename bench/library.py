@@ -45,7 +45,7 @@ def copy_case(elements: int = 2**29, needs_gpu: bool = True) -> Case:
         y = torch.empty_like(x)
         return {"copy": lambda: y.copy_(x)}
 
-    return Case("kernels/copy", build, bytes=4 * elements, tolerance=0.0, needs_gpu=needs_gpu)
+    return Case("kernels/copy", build, bytes=4 * elements, tolerance=0.0, needs_gpu=needs_gpu, dtype="float16")
 
 
 def gemm_case(m: int, n: int, k: int, label: str, needs_gpu: bool = True) -> Case:
@@ -55,7 +55,7 @@ def gemm_case(m: int, n: int, k: int, label: str, needs_gpu: bool = True) -> Cas
 
     facts = {"m": m, "n": n, "k": k}
     traffic = 2.0 * (m * k + n * k + m * n)
-    return Case(f"kernels/gemm/{label}", build, 2.0 * m * n * k, traffic, facts=facts, needs_gpu=needs_gpu)
+    return Case(f"kernels/gemm/{label}", build, 2.0 * m * n * k, traffic, facts=facts, needs_gpu=needs_gpu, dtype="float16")
 
 
 def conv_cases(n: int, res: int, cin: int, cout: int, k: int, count: int) -> Iterator[Case]:
@@ -76,7 +76,7 @@ def conv_cases(n: int, res: int, cin: int, cout: int, k: int, count: int) -> Ite
 
     for which in ("forward", "dgrad", "wgrad"):
         name = f"kernels/conv{k}x{k}/{which}/n{n}-{res}x{res}-{cin}-{cout}"
-        yield Case(name, lambda device, which=which: build(device, which), flops, traffic, n, facts)
+        yield Case(name, lambda device, which=which: build(device, which), flops, traffic, n, facts, dtype="float16")
     yield gemm_case(n * res**2, cout, cin * k**2, f"as-conv{k}x{k}/n{n}-{res}x{res}-{cin}-{cout}")
 
 
@@ -87,4 +87,4 @@ def attention_case(n: int, tokens: int, heads: int, width: int = 64) -> Case:
 
     facts = dict(n=n, tokens=tokens, heads=heads, width=width)
     traffic = 8.0 * n * heads * tokens * width
-    return Case(f"kernels/attention/n{n}-{tokens}x{heads}", build, 4.0 * n * heads * tokens**2 * width, traffic, n, facts)
+    return Case(f"kernels/attention/n{n}-{tokens}x{heads}", build, 4.0 * n * heads * tokens**2 * width, traffic, n, facts, dtype="float16")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache
+HEAD_START = 500_000  # cycles, some 0.3 ms
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ def measure_in_turn(
     flush: bool = True,
     warmup: int = 3,
 ) -> list[Timing]:
-    """Time each candidate after `warmup` calls, each time with a cold L2 cache if `flush`.
+    """Time each candidate after `warmup` calls, each time with a cold L2 cache if `flush`, and the launching ahead.
 
     In turn, A B A B …, so that a machine whose speed drifts treats all alike. At most `runs` times each, and no longer
     than about `seconds` each, but at least three times.
@@ -57,6 +58,7 @@ def _cuda_timer(flush: bool) -> Callable[[Callable[[], object]], float]:
     def timer(run: Callable[[], object]) -> float:
         if cache is not None:
             cache.zero_()
+            torch.cuda._sleep(HEAD_START)  # a short kernel's time would be that of its launch
         start.record()
         run()
         end.record()

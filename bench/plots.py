@@ -90,7 +90,8 @@ def _select_speedup(cases: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _select_roofline(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """The ceilings, the highest where several runs measured them, and (op, candidate, FLOP/byte, TFLOP/s) of each kernel."""
+    """The ceilings, the highest where several runs measured them, and of each kernel (op, candidate, FLOP/byte, TFLOP/s),
+    or (op, candidate, GB/s) where there is no matrix product."""
     units = "TFLOP/s", "GB/s"
     roof = {unit: max((case["ceilings"].get(unit, 0.0) for case in cases), default=0.0) for unit in units}
     points = [
@@ -100,7 +101,14 @@ def _select_roofline(cases: list[dict[str, Any]]) -> dict[str, Any]:
         for name, facts in case["candidates"].items()
         if "TFLOP/s" in facts
     ]
-    return {"roof": roof, "points": points} if points and all(roof.values()) else {}
+    streams = [
+        ("/".join(case["case"].split("/")[1:-1]), name, facts["GB/s"])
+        for case in cases
+        if case["group"] == "kernels" and case["case"] != "kernels/copy" and not case["flops"]
+        for name, facts in case["candidates"].items()
+        if "GB/s" in facts
+    ]
+    return {"roof": roof, "points": points, "streams": streams} if points and all(roof.values()) else {}
 
 
 def _select_steps(cases: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -144,10 +152,13 @@ def _draw_speedup(figure, data: dict[str, dict[str, float]]) -> None:
 def _draw_roofline(figure, data: dict[str, Any]) -> None:
     from matplotlib.ticker import LogFormatter
 
-    (flops, bandwidth), points = data["roof"].values(), data["points"]
-    ops, names = sorted({p[0] for p in points}), in_order({p[1] for p in points})
-    figure.set_size_inches(8, 5)
-    axes, colours, markers = figure.subplots(), _colours(names), dict(zip(ops, cycle("osD^vP*X")))
+    (flops, bandwidth), points, streams = data["roof"].values(), data["points"], data["streams"]
+    ops, names = sorted({p[0] for p in points}), in_order({p[1] for p in (*points, *streams)})
+    colours, markers = _colours(names), dict(zip(ops, cycle("osD^vP*X")))
+    figure.set_size_inches(8, 8.5 if streams else 5)
+    axes, *below = figure.subplots(1 + bool(streams), squeeze=False).ravel()
+    if streams:
+        _draw_streams(below[0], streams, bandwidth, colours)
     for op, name, intensity, rate in points:
         axes.plot(intensity, rate, markers[op], color=colours[name], markersize=5, alpha=0.75, markeredgewidth=0)
     ridge = flops * 1e3 / bandwidth  # FLOP/byte where the two ceilings meet
@@ -165,6 +176,16 @@ def _draw_roofline(figure, data: dict[str, Any]) -> None:
     for op in ops:
         axes.plot([], [], markers[op], color="white", markeredgecolor="black", label=op)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+
+
+def _draw_streams(axes, streams: list[tuple[str, str, float]], bandwidth: float, colours: dict[str, str]) -> None:
+    """Kernels without matrix products, against the copy."""
+    for op, name, rate in sorted(streams, reverse=True):
+        axes.plot(rate, op, "o", color=colours[name], markersize=5, alpha=0.75, markeredgewidth=0)
+    axes.axvline(bandwidth, color="black", linewidth=1)
+    axes.set(xlabel="GB/s (inputs and outputs once); the line is the copy", xlim=(0, None))
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3, linewidth=0.5)
 
 
 def _draw_steps(figure, data: dict[str, dict[str, dict[str, float]]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from bench import plots
 from edm2.errors import UserError
 from edm2.files import make_folder
+from edm2.presets import PRESETS
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 TITLES = {
@@ -24,7 +25,7 @@ FACTS = {  # of a machine's description, and how they read
     "name": "{}", "threads": "{} threads", "driver_version": "driver {}", "power.limit": "power limit {}",
     "torch": "PyTorch {}", "triton": "Triton {}", "commit": "commit {}",
 }  # fmt: skip
-SIZES = [f"edm2-img512-{size}" for size in ("xxs", "xs", "s", "m", "l", "xl", "xxl")]
+SIZES = [preset for preset in PRESETS if preset != "digits"]
 Result = dict[str, Any]
 
 
@@ -215,8 +216,15 @@ def _by_op(cases: list[Result]) -> str:
         _, op, *shape = case["case"].split("/")
         for name, facts in case["candidates"].items():
             ops.setdefault(("/".join([op, *shape[:-1]]), name), []).append((shape[-1] if shape else "", facts))
-    rows = [[*key, *_extremes(own)] for key, own in ops.items()]
-    return _table(["op", "candidate", "shapes", "nearest to its ceiling", "farthest", "median share"], rows)
+    rows = [[*key, *_extremes(own), _against_compile(key, ops)] for key, own in ops.items()]
+    return _table(["op", "candidate", "shapes", "nearest to its ceiling", "farthest", "median share", "× compile"], rows)
+
+
+def _against_compile(key: tuple[str, str], ops: dict[tuple[str, str], list[tuple[str, Result]]]) -> str:
+    """How much faster than torch.compile: of all shapes the least and the most."""
+    times = {shape: facts["median"] for shape, facts in ops.get((key[0], "compile"), []) if "median" in facts}
+    ratios = sorted(times[shape] / facts["median"] for shape, facts in ops[key] if shape in times and "median" in facts)
+    return f"{ratios[0]:.2f}–{ratios[-1]:.2f}" if ratios and key[1] != "compile" else ""
 
 
 def _extremes(shapes: list[tuple[str, Result]]) -> list[str]:

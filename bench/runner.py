@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -12,9 +13,10 @@ from typing import Any
 import click
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import kernels
-from bench.case import Case
+from bench.case import REFERENCE, Case
 from bench.machine import describe, peak_flops
 from bench.measure import measure_in_turn
 from edm2.backends import full_precision
@@ -69,7 +71,7 @@ def this_device() -> torch.device:
 
 
 def run_case(case: Case, device: torch.device, ceilings: dict[str, float], runs: int, save: Save) -> dict[str, Any]:
-    """Check every candidate of a case against the first, and time those that are right.
+    """Check every candidate of a case against the reference, or else the first, and time those that are right.
 
     On a CPU, whose speed drifts, in turn; on a GPU one after the other, so that each has the memory for itself.
     `save` is given the result so far before each candidate, which stands in it as UNFINISHED.
@@ -78,10 +80,11 @@ def run_case(case: Case, device: torch.device, ceilings: dict[str, float], runs:
     _free(device)
     try:
         candidates = dict(case.build(device))
+        reference = _copied(candidates.pop(REFERENCE)()) if REFERENCE in candidates else None
     except Exception as e:  # whatever it is, the other cases go on
         result["candidates"]["all"] = {"failure": reason(e)}
         return result
-    checked, reference = {}, None
+    checked = {}
     for name in list(candidates):
         result["candidates"][name] = {"failure": UNFINISHED}
         save(result)
@@ -101,12 +104,14 @@ def run_case(case: Case, device: torch.device, ceilings: dict[str, float], runs:
 
 def blank(case: Case) -> dict[str, Any]:
     """The result of a case before any candidate."""
-    return {"case": case.name, "group": case.group, **case.facts, "flops": case.flops, "bytes": case.bytes, "candidates": {}}
+    dtype = case.dtype or ("float16" if this_device().type == "cuda" else "float32")
+    facts = {"case": case.name, "group": case.group, "dtype": dtype, **case.facts}
+    return {**facts, "flops": case.flops, "bytes": case.bytes, "candidates": {}}
 
 
 def _attempt(
-    case: Case, name: str, run: Callable[[], Any], device: torch.device, reference: Tensor | None, runs: int
-) -> tuple[dict[str, Any], Tensor | None]:
+    case: Case, name: str, run: Callable[[], Any], device: torch.device, reference: list[Tensor] | None, runs: int
+) -> tuple[dict[str, Any], list[Tensor] | None]:
     """What a candidate comes to, whatever it raises, and its first output; on a GPU with its timing."""
     try:
         facts, output = _check(case, name, run, device, reference)
@@ -123,19 +128,30 @@ def reason(e: Exception) -> str:
 
 
 def _check(
-    case: Case, name: str, run: Callable[[], Any], device: torch.device, reference: Tensor | None
-) -> tuple[dict[str, Any], Tensor | None]:
-    """The error of a candidate's first output, and that output in fp32 on the CPU."""
+    case: Case, name: str, run: Callable[[], Any], device: torch.device, reference: list[Tensor] | None
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """The largest error of a candidate's first outputs, and copies of them where they are the reference."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     kernels.clear_fallbacks()
-    output = run()
-    output = output.float().cpu() if isinstance(output, Tensor) else None
-    error = 0.0 if reference is None or output is None else _relative_error(output, reference)
-    facts: dict[str, Any] = {"error": error, "tolerance": case.tolerance}
+    outputs = run()
+    if reference is None:
+        error, outputs = 0.0, _copied(outputs)
+    else:
+        error, outputs = _largest_error(_tensors(outputs), reference), reference
+    facts: dict[str, Any] = {"error": error if math.isfinite(error) else None, "tolerance": case.tolerance}
     if not error <= case.tolerance:
         facts["failure"] = f"error {error:.2e} above {case.tolerance}"
-    return facts | (_kernels_used(device) if name == OURS else {}), output
+    return facts | (_kernels_used(device) if name == OURS else {}), outputs
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [x.detach() for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+
+
+def _copied(outputs: Any) -> list[Tensor]:
+    """What a candidate returned, safe from its next run."""
+    return [x.clone() for x in _tensors(outputs)]
 
 
 def _kernels_used(device: torch.device) -> dict[str, Any]:
@@ -171,8 +187,17 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def _largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest relative 2-norm of a difference; NaN counts as infinitely wrong."""
+    if [x.shape for x in actual] != [x.shape for x in expected]:
+        raise ValueError(f"{[list(x.shape) for x in actual]} came out, not {[list(x.shape) for x in expected]}")
+    errors = [_relative_error(*pair) for pair in zip(actual, expected)]
+    return max((math.inf if math.isnan(e) else e for e in errors), default=0.0)
+
+
 def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+    actual, expected = actual.float(), expected.float()
+    return (torch.dist(actual, expected) / expected.norm().clamp_min(1e-30)).item()
 
 
 def _shares(case: Case, facts: dict[str, Any], ceilings: dict[str, float]) -> dict[str, float]:

@@ -16,11 +16,13 @@ BY_GROUP = {
     "optimizer": ("eager", "edm2"),
     "kernels": (None,),  # a library's only candidate
 }
+OWN_KERNELS = ("eager", "compile", "edm2")
 
 
 def candidates_of(case: Case) -> tuple[str | None, ...]:
-    mode = case.facts.get("mode")
-    return BY_GROUP[case.group] if mode is None else ("eager channels-last", f"compile {mode}")
+    if mode := case.facts.get("mode"):
+        return "eager channels-last", f"compile {mode}"
+    return OWN_KERNELS if case.group == "kernels" and case.compiles else BY_GROUP[case.group]
 
 
 PAIRS = [(case, name) for case in (*CPU_CASES, *cases.gpu_cases()) for name in candidates_of(case)]

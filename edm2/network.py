@@ -124,9 +124,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, m: Tensor, skip: Tensor | None = None) -> Tensor:
         """x `[N, H, W, Cin − Cskip]`, modulation m `[N, Cout]`, skip `[N, H, W, Cskip]` → `[N, H', W', Cout]`."""
         x, y = self._enter(x, skip)
-        y = ops.conv_silu(y, self.conv_res0.prepare(x.dtype), m)
-        y = F.dropout(y, self.dropout, self.training)
-        x = self._join(x, y, skip, clip=None if self.heads else self.clip_act)
+        clip = None if self.heads else self.clip_act
+        if self.dropout and self.training:
+            x = self._branch_with_dropout(x, y, m, skip, clip)
+        else:
+            x = self._branch(x, y, m, skip, clip)
         return self._attend(x) if self.heads else x
 
     def _enter(self, x: Tensor, skip: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -141,15 +143,26 @@ class Block(nn.Module):
         x = ops.resample(x, self.resample_filter, self.resample_mode)
         return ops.pixel_norm_silu(x if self.conv_skip is None else self.conv_skip(x))
 
-    def _join(self, x: Tensor, y: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
-        """MP-Sum of the main path and the residual branch."""
+    def _branch(self, x: Tensor, y: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
+        """MP-Sum of the main path x and the residual branch from y on."""
+        w0, w1 = self.conv_res0.prepare(y.dtype), self.conv_res1.prepare(y.dtype)
+        if skip is None:
+            return ops.residual_branch(y, w0, m, w1, self._main_path(x), self.res_balance, clip)
+        w_skip = self.conv_skip.prepare(y.dtype)
+        return ops.residual_branch_cat(y, w0, m, w1, x, skip, w_skip, self.concat_balance, self.res_balance, clip)
+
+    def _branch_with_dropout(self, x: Tensor, y: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
+        """The same with dropout between its convolutions."""
+        y = F.dropout(ops.conv_silu(y, self.conv_res0.prepare(y.dtype), m), self.dropout)
         w = self.conv_res1.prepare(y.dtype)
-        if skip is not None:
-            w_skip = self.conv_skip.prepare(y.dtype)
-            return ops.conv_cat_sum(y, w, x, skip, w_skip, self.concat_balance, self.res_balance, clip)
-        if self.flavor == "dec" and self.conv_skip is not None:
-            x = self.conv_skip(x)
-        return ops.conv_sum(y, w, x, self.res_balance, clip)
+        if skip is None:
+            return ops.conv_sum(y, w, self._main_path(x), self.res_balance, clip)
+        w_skip = self.conv_skip.prepare(y.dtype)
+        return ops.conv_cat_sum(y, w, x, skip, w_skip, self.concat_balance, self.res_balance, clip)
+
+    def _main_path(self, x: Tensor) -> Tensor:
+        """What the residual branch joins, without a skip; an encoder has projected it on entry."""
+        return self.conv_skip(x) if self.flavor == "dec" and self.conv_skip is not None else x
 
     def _attend(self, x: Tensor) -> Tensor:
         qkv = ops.conv(x, self.attn_qkv.prepare(x.dtype))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from edm2.network import normalize_rows_, normalized_weights
 from edm2.phema import power_function_beta
+from edm2.weights import StepWeights
 from kernels.fallback import note
 
 if find_spec("triton"):
@@ -41,6 +42,7 @@ class EDM2Optimizer:
     The averages see the weights after Adam and before the normalisation. Non-finite gradients count as 0;
     `nonfinite` is the number of them in the last step (0-d int64 tensor, so that reading it is what synchronises).
     On CUDA a step is one kernel, which leaves the gradients as they are; elsewhere it sets the non-finite ones to 0.
+    Given the `StepWeights` of `net`, the kernel prepares what it can of them for the next step.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class EDM2Optimizer:
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-8,
         ema_stds: Sequence[float] = (0.05, 0.10),
+        weights: StepWeights | None = None,
     ):
+        self.weights = weights
         self.params = {name: p for name, p in net.named_parameters() if p.requires_grad}
         self.normalized = [p for p in normalized_weights(net) if p.requires_grad]
         self.adam = torch.optim.Adam(self.params.values(), lr=0.0, betas=betas, eps=eps, fused=True)
@@ -82,7 +86,10 @@ class EDM2Optimizer:
             note("optimizer", reason)
             return None
         normalized, group = set(self.normalized), self.adam.param_groups[0]
-        return AdamPass(weights, [p in normalized for p in weights], list(self.emas.values()), group["betas"], group["eps"])
+        targets = {} if self.weights is None else self.weights.targets()
+        return AdamPass(
+            weights, [p in normalized for p in weights], list(self.emas.values()), group["betas"], group["eps"], targets
+        )
 
     def _step_eager(self, shares: Sequence[float]) -> None:
         """`shares` of the new weights in the averages."""

@@ -71,7 +71,8 @@ class Trainer:
         self.dataset, self.encoder, self.image_shape = open_dataset(self.config)
         self.net = self._build().to(procs.device).train()
         self.loss = EDM2Loss(self.config.P_mean, self.config.P_std, self.net.sigma_data)
-        self.weights, self.optimizer = StepWeights(self.net), EDM2Optimizer(self.net)
+        self.weights = StepWeights(self.net)
+        self.optimizer = EDM2Optimizer(self.net, weights=self.weights)
         self.nimg, self.lr, self.elapsed = 0, 0.0, 0.0
 
     def start(self, state: dict[str, Any] | None = None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from edm2.network import MPConv, Precond
 
 if find_spec("triton"):
-    from kernels.prepared import PreparedWeights, RawWeight
+    from kernels.prepared import Member, PreparedWeights, RawWeight
 else:
     PreparedWeights = None  # every forward prepares them by autograd
 
@@ -19,7 +19,7 @@ class StepWeights:
     """Prepares all weights of `net` once per optimizer step, however many rounds of images it takes.
 
     Within `prepared()`, forward and backward use the prepared weights, and the raw ones have no part in autograd;
-    `project()` then gives these their `.grad`.
+    `project()` then gives these their `.grad`. An `EDM2Optimizer` that is told of it prepares most weights itself.
     """
 
     def __init__(self, net: Precond):
@@ -49,6 +49,10 @@ class StepWeights:
     def gradients(self) -> list[Tensor]:
         """All gradients, in as few tensors as they lie in."""
         return [p.grad for p in self.net.parameters()] if self._set is None else [self._set.gradients]
+
+    def targets(self) -> "dict[Tensor, Member]":
+        """What the optimizer can prepare, by parameter."""
+        return {} if self._set is None else self._set.targets()
 
     def _attach(self, weights: list) -> None:
         for (module, attribute), weight in zip(self._places, weights):

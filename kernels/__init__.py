@@ -12,7 +12,7 @@ from kernels.fallback import FallbackWarning, clear_fallbacks, fallbacks
 
 if find_spec("triton"):
     from kernels.attention import cosine_attention
-    from kernels.conv import conv, conv_cat_sum, conv_silu, conv_sum
+    from kernels.conv import conv, conv_cat_sum, conv_silu, conv_sum, residual_branch, residual_branch_cat
     from kernels.linear import linear
     from kernels.pixel_norm import down_pixel_norm_silu, pixel_norm_silu
     from kernels.pointwise import cat_silu, mp_silu, mp_sum, resample
@@ -32,6 +32,8 @@ else:
         mp_weight,
         pixel_norm_silu,
         resample,
+        residual_branch,
+        residual_branch_cat,
     )
 
 __all__ = [
@@ -52,6 +54,8 @@ __all__ = [
     "mp_weight",
     "pixel_norm_silu",
     "resample",
+    "residual_branch",
+    "residual_branch_cat",
 ]
 OPS = [name for name in __all__ if name not in ("FallbackWarning", "clear_fallbacks", "coverage", "fallbacks")]
 

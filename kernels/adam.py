@@ -1,19 +1,24 @@
-"""The optimizer pass: one launch updates every parameter, its averages and its normalisation.
+"""The optimizer pass: one launch updates every parameter, its averages, its normalisation and what the ops take for it.
 
-One program per row of a parameter, L elements long, in two passes: w, g, m, v and each average are read once and all
-but g written, 44 bytes per parameter with two averages; the second pass, which needs the norm of the new row, finds it
-in cache. (Rows in registers would save it up to 8,192 elements, but most weights of the larger networks are longer.)
+One program per row of a parameter, L elements long: w, g, m, v and each average are read once and all but g written, 44
+bytes per parameter with two averages; the second pass, which needs the norm of the new row, finds it in cache, and so
+does a third, which lays the row out for the tensor cores, 2 bytes per parameter in half precision. (Rows in registers
+would save these up to 8,192 elements, but most weights of the larger networks are longer.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from kernels.jit import EPS, launch
+from kernels.prepared import TYPES, Member, place_of_row
 from kernels.rows import Addresses, pointer, row_programs
+from kernels.weight import lay_out_row
 
 # Elements per iteration: with 8 warps, two 16-byte loads per thread and tensor, 49 kB in flight with two averages. About
 # 120 registers leave two programs per multiprocessor: the longest rows then take 34 MB of the L2 cache's 50 on an H100.
@@ -23,17 +28,33 @@ BLOCK = 2048
 @triton.jit
 def adam_kernel(
     programs, shapes, addresses, scalars, bad_ptr,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, AVERAGES: tl.constexpr, BLOCK: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, AVERAGES: tl.constexpr, TYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of 4·n elements are accessed 16 bytes at a time; of others, all short, one launch has some too."""
     tensor, row = tl.load(programs + 2 * tl.program_id(0)), tl.load(programs + 2 * tl.program_id(0) + 1)
-    L, normalized = tl.load(shapes + 2 * tensor), tl.load(shapes + 2 * tensor + 1)
-    roles, rates = addresses + tensor * (4 + AVERAGES), scalars + AVERAGES + 2 * tensor
+    shape, roles, rates = shapes + 7 * tensor, addresses + tensor * (6 + AVERAGES), scalars + AVERAGES + 2 * tensor
+    L, normalized = tl.load(shape), tl.load(shape + 1)
     if L % 4 == 0:  # the compiler sees a multiple of 4
-        bad = update_row(roles, rates, scalars, row, L // 4 * 4, normalized, BETA1, BETA2, EPSILON, AVERAGES, BLOCK)
+        bad, length = update_row(roles, rates, scalars, row, L // 4 * 4, normalized, BETA1, BETA2, EPSILON, AVERAGES, BLOCK)
     else:
-        bad = update_row(roles, rates, scalars, row, L, normalized, BETA1, BETA2, EPSILON, AVERAGES, BLOCK // 8)
+        bad, length = update_row(roles, rates, scalars, row, L, normalized, BETA1, BETA2, EPSILON, AVERAGES, BLOCK // 8)
     tl.store(bad_ptr + tl.program_id(0), bad)
+    if tl.load(roles + 4 + AVERAGES) != 0:
+        prepare_normalized(roles, roles + 4 + AVERAGES, shape + 2, row, L, length, TYPE, BLOCK)
+
+
+@triton.jit
+def prepare_normalized(roles, prepared, place, row, L, length, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """What `prepare_kernel` makes of the row just stored, bit for bit."""
+    tl.debug_barrier()  # what one thread has written another may read
+    row_out, Cin, Cout = place_of_row(place, row, True)
+    w_ptr, y_ptr = pointer(roles, 0, tl.float32), pointer(prepared, 0, TYPE)
+    if Cin == L:
+        lay_out_row(w_ptr, y_ptr, length, 1.0, row, row_out, Cin, Cout, 1, True, BLOCK)
+    else:
+        lay_out_row(w_ptr, y_ptr, length, 1.0, row, row_out, Cin, Cout, 9, True, BLOCK)
+    tl.store(tl.load(prepared + 1).to(tl.pointer_type(tl.float32)) + row, length)
 
 
 @triton.jit
@@ -41,8 +62,9 @@ def update_row(
     roles, rates, weights, row, L, normalized,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, AVERAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adam (Kingma and Ba 2015), averages, then w / (ε + rms), Eq. 66. Returns the number of non-finite gradients.
+    """Adam (Kingma and Ba 2015), averages, then w / (ε + rms), Eq. 66.
 
+    Returns the number of non-finite gradients, and ‖w‖ of a normalised row.
     A parameter without a gradient, its address 0, only enters its averages and is normalised.
     """
     start, trained = row.to(tl.int64) * L, tl.where(tl.load(roles + 1) == 0, 0, L)
@@ -78,14 +100,18 @@ def update_row(
             y = lerp(averages[i], w, tl.load(weights + i))
             tl.store(average_ptrs[i] + offs, y, offs < L, eviction_policy="evict_first")
 
+    length = 0.0
     if normalized != 0:
         scale = 1 / (tl.sqrt(tl.sum(square, axis=0) / L) + EPS)
+        square = tl.zeros([BLOCK], tl.float32)
         tl.debug_barrier()  # what one thread has written another may read
         for first in range(0, L, BLOCK):
             offs = first + tl.arange(0, BLOCK)
-            w = tl.load(w_ptr + offs, offs < L, other=0.0)
-            tl.store(w_ptr + offs, w * scale, offs < L, eviction_policy="evict_first")
-    return tl.sum(bad, axis=0)
+            w = tl.load(w_ptr + offs, offs < L, other=0.0) * scale
+            square += w * w
+            tl.store(w_ptr + offs, w, offs < L)
+        length = tl.sqrt(tl.sum(square, axis=0))
+    return tl.sum(bad, axis=0), length
 
 
 @triton.jit
@@ -109,11 +135,19 @@ def _fits(x: Tensor) -> bool:
     return x.is_contiguous() and x.storage_offset() * x.element_size() % 16 == 0
 
 
+def _type_of(targets: Sequence[Member | None]) -> tl.dtype:
+    types = {m.raw.dtype for m in targets if m} or {torch.float16}
+    if len(types) > 1:
+        raise ValueError(f"targets: expected one type, got {types}")
+    return TYPES[types.pop()]
+
+
 class AdamPass:
     """One optimizer step over fp32 `weights` in one launch, in place.
 
     `normalized` tells which weights `[rows, …]` have their rows normalised after the step; `averages` are lists of
-    tensors like `weights`, one list for each profile. All are contiguous.
+    tensors like `weights`, one list for each profile. All are contiguous. Normalised weights that are among the
+    `targets`, convolutions of one type, are prepared as well: see `kernels.prepared`.
     """
 
     def __init__(
@@ -123,13 +157,19 @@ class AdamPass:
         averages: Sequence[Sequence[Tensor]],
         betas: tuple[float, float],
         eps: float,
+        targets: Mapping[Tensor, Member] = MappingProxyType({}),
     ):
         self.weights, self.averages, self.betas = list(weights), averages, betas
         device, rows = weights[0].device, [len(w) if w.ndim else 1 for w in weights]
-        self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPSILON=eps, AVERAGES=len(averages), BLOCK=BLOCK)
+        self.targets = [targets.get(w) if flag else None for w, flag in zip(weights, normalized)]
+        self.values, self.lengths = zip(*[(m.prepared.value, m.lengths) if m else (None, None) for m in self.targets])
+        self.prepared = [x for m in self.targets if m for x in (m.own_rows(m.prepared.value), m.lengths)]
+        sizes = dict(AVERAGES=len(averages), TYPE=_type_of(self.targets), BLOCK=BLOCK)
+        self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPSILON=eps, **sizes)
         self.programs = row_programs(rows, device)
         shapes = [[w.numel() // max(n, 1), int(flag)] for w, n, flag in zip(weights, rows, normalized)]
-        self.shapes = torch.tensor(shapes, dtype=torch.int32).to(device)
+        places = [m.place if m else [0] * 5 for m in self.targets]
+        self.shapes = torch.tensor([a + b for a, b in zip(shapes, places)], dtype=torch.int32).to(device)
         self.scalars = torch.zeros(len(averages) + 2 * len(rows), device=device)
         self.addresses = Addresses()
 
@@ -153,12 +193,16 @@ class AdamPass:
         bad = torch.empty(len(self.programs), dtype=torch.int32, device=self.scalars.device)
         given = [x for xs in (grads, exp_avgs, exp_avg_sqs) for x, g in zip(xs, grads) if g is not None]
         changed = [*self.weights, *given[len(given) // 3 :], *(x for xs in self.averages for x in xs)]
+        roles = (self.weights, grads, exp_avgs, exp_avg_sqs, *self.averages, self.values, self.lengths)
         launch(
             adam_kernel, (len(self.programs),),
-            self.programs, self.shapes,
-            self.addresses.table(self.weights, grads, exp_avgs, exp_avg_sqs, *self.averages), self.scalars, bad,
-            **self.constants, num_warps=8, reached=[*changed, *given[: len(given) // 3]], updated=changed,
+            self.programs, self.shapes, self.addresses.table(*roles), self.scalars, bad,
+            **self.constants, num_warps=8, reached=[*changed, *given[: len(given) // 3], *self.prepared], updated=changed,
         )  # fmt: skip
+        increment_version([*changed, *self.prepared])
+        for m in self.targets:
+            if m:
+                m.note()
         return bad.sum()
 
     def _set_scalars(self, steps: Sequence[int], lr: float, weights: Sequence[float]) -> None:

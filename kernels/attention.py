@@ -6,6 +6,7 @@ queries and BLOCK_N keys; rows and channels past the end are loaded as 0.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from torch.autograd.function import FunctionCtx
 from kernels import eager, tiles
 from kernels.checks import check_activation
 from kernels.jit import EPS, capability, launch
-from kernels.registration import register
+from kernels.registration import register, register_derivative
 from kernels.tiles import AttentionTile
 
 MAX_DEPTH = 128  # channels per head: beyond, exp(±√D) spans more than fp16 does
@@ -227,14 +228,15 @@ def cosine_attention_backward_triton(g: Tensor, qkv: Tensor, y: Tensor, lse: Ten
         _launch(cosine_attention_backward_kernel, tile, tile.block_m, 5, qkv, heads, g, y, lse, dqkv)
         return dqkv
     delta = torch.empty_like(lse)
+    dq, dkv = dqkv.unflatten(-1, (heads, 3, -1)).split([1, 2], dim=-2)  # each kernel writes one
     tile = _tile("dq", qkv, heads)
-    _launch(cosine_attention_dq_kernel, tile, tile.block_m, 3, qkv, heads, g, y, lse, delta, dqkv)
+    _launch(cosine_attention_dq_kernel, tile, tile.block_m, 3, qkv, heads, g, y, lse, delta, dqkv, untouched=[dkv])
     tile = _tile("dkv", qkv, heads)
-    _launch(cosine_attention_dkv_kernel, tile, tile.block_n, 4, qkv, heads, g, lse, delta, dqkv)
+    _launch(cosine_attention_dkv_kernel, tile, tile.block_n, 4, qkv, heads, g, lse, delta, dqkv, untouched=[dq])
     return dqkv
 
 
-def _launch(kernel, tile: AttentionTile, block: int, products: int, qkv: Tensor, heads: int, *tensors: Tensor, **options: float) -> None:
+def _launch(kernel, tile: AttentionTile, block: int, products: int, qkv: Tensor, heads: int, *tensors: Tensor, **options: Any) -> None:
     """A program for each `block` tokens of each head. `products` matrix products of T × T × D each."""
     tokens, depth = qkv.shape[1] * qkv.shape[2], _depth(qkv, heads)
     grid = (qkv.shape[0] * heads * triton.cdiv(tokens, block),)
@@ -285,16 +287,11 @@ _attention_backward = register(
 
 
 def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
     qkv, ctx.heads = inputs
     ctx.save_for_backward(qkv, *output)
 
 
-def _autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | None, None]:
-    return None if g is None else _attention_backward(g.contiguous(), *ctx.saved_tensors, ctx.heads), None
-
-
-_attention.register_autograd(_autograd, setup_context=_save)
+register_derivative(_attention, _save, lambda ctx, g, _: (_attention_backward(g.contiguous(), *ctx.saved_tensors, ctx.heads), None))
 
 
 def cosine_attention(qkv: Tensor, heads: int) -> Tensor:

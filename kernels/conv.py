@@ -1,15 +1,15 @@
-"""3×3 and 1×1 convolutions with what follows them. No kernels yet: every device takes the library's.
+"""3×3 and 1×1 convolutions with what follows them, and whole residual branches of two.
 
-The meaning of each op is in `kernels.reference`. P is N·H·W.
+The meaning of each op is in `kernels.reference`, the kernels in `kernels.implicit_gemm` and `kernels.wgrad`.
 """
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels import eager
+from kernels import conv_triton, eager
 from kernels.checks import check_activation, check_like, check_shape, check_weight
-from kernels.registration import register
+from kernels.registration import register, register_derivative
 from kernels.weight import Weight, split_gradient, unpack
 
 
@@ -22,9 +22,8 @@ def conv(x: Tensor, w: Weight) -> Tensor:
 def conv_silu(x: Tensor, w: Weight, m: Tensor) -> Tensor:
     """MP-SiLU of the convolution modulated per image and channel by m `[N, Cout]`."""
     w, master = _check(x, w)
-    check_shape("m", m, (x.shape[0], w.shape[1]))
-    check_like("m", m, "x", x)
-    return _conv_silu(x, w, master, m)[0]
+    _check_modulation(m, x, w)
+    return _conv_silu(x, w, master, m, _saves(x, w, master, m))[0]
 
 
 def conv_sum(x: Tensor, w: Weight, residual: Tensor, t: float, clip: float | None = None) -> Tensor:
@@ -33,9 +32,7 @@ def conv_sum(x: Tensor, w: Weight, residual: Tensor, t: float, clip: float | Non
     Where the output is at the clip, the gradient is 0.
     """
     w, master = _check(x, w)
-    check_activation("residual", residual)
-    check_shape("residual", residual, (*x.shape[:3], w.shape[1]))
-    check_like("residual", residual, "x", x)
+    _check_residual(residual, x, w)
     return _conv_sum(x, w, master, residual, t, clip)
 
 
@@ -44,71 +41,174 @@ def conv_cat_sum(
 ) -> Tensor:
     """`conv_sum` whose residual is the 1×1 convolution `w_skip` `[1, Cout, Ca+Cb]` of the MP-Cat of a and b."""
     w, master = _check(x, w)
-    w_skip, master_skip = unpack(w_skip)
+    w_skip, master_skip = _check_sources(a, b, w_skip, x, w)
+    return _conv_cat_sum(x, w, master, a, b, w_skip, master_skip, cat_t, t, clip)
+
+
+def residual_branch(
+    x: Tensor, w0: Weight, m: Tensor, w1: Weight, residual: Tensor, t: float, clip: float | None = None
+) -> Tensor:
+    """Two convolutions and what joins them: `conv_sum` of `conv_silu`, whose derivatives then are parts of convolutions."""
+    (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1)
+    _check_residual(residual, x, w1)
+    saves = _saves(x, w0, master0, m, w1, master1, residual)
+    return _residual_branch(x, w0, master0, m, w1, master1, residual, t, clip, saves)[0]
+
+
+def residual_branch_cat(
+    x: Tensor, w0: Weight, m: Tensor, w1: Weight, a: Tensor, b: Tensor, w_skip: Weight, cat_t: float, t: float,
+    clip: float | None = None,
+) -> Tensor:  # fmt: skip
+    """`conv_cat_sum` of `conv_silu`."""
+    (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1)
+    w_skip, master_skip = _check_sources(a, b, w_skip, x, w1)
+    saves = _saves(x, w0, master0, m, w1, master1, a, b, w_skip, master_skip)
+    return _residual_branch_cat(x, w0, master0, m, w1, master1, a, b, w_skip, master_skip, cat_t, t, clip, saves)[0]
+
+
+def _saves(*tensors: Tensor | None) -> bool:
+    """Will there be a backward?"""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
+
+
+def _check(x: Tensor, w: Weight, name: str = "w") -> tuple[Tensor, Tensor | None]:
+    w, master = unpack(w)
+    check_activation("x", x)
+    check_weight(name, w, "x", x)
+    return w, master
+
+
+def _check_modulation(m: Tensor, x: Tensor, w: Tensor) -> None:
+    check_shape("m", m, (x.shape[0], w.shape[1]))
+    check_like("m", m, "x", x)
+
+
+def _check_residual(residual: Tensor, x: Tensor, w: Tensor) -> None:
+    check_activation("residual", residual)
+    check_shape("residual", residual, (*x.shape[:3], w.shape[1]))
+    check_like("residual", residual, "x", x)
+
+
+def _check_sources(a: Tensor, b: Tensor, w_skip: Weight, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor | None]:
+    w_skip, master = unpack(w_skip)
     for name, source in (("a", a), ("b", b)):
         check_activation(name, source)
         check_shape(name, source, (*x.shape[:3], source.shape[3]))
         check_like(name, source, "x", x)
     check_shape("w_skip", w_skip, (1, w.shape[1], a.shape[3] + b.shape[3]))
     check_like("w_skip", w_skip, "x", x)
-    return _conv_cat_sum(x, w, master, a, b, w_skip, master_skip, cat_t, t, clip)
+    return w_skip, master
 
 
-def _check(x: Tensor, w: Weight) -> tuple[Tensor, Tensor | None]:
-    w, master = unpack(w)
-    check_activation("x", x)
-    check_weight("w", w, "x", x)
-    return w, master
+def _check_branch(x: Tensor, w0: Weight, m: Tensor, w1: Weight) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    w0, master0 = _check(x, w0, "w0")
+    _check_modulation(m, x, w0)
+    w1, master1 = unpack(w1)
+    check_weight("w1", w1, "w0", w0.mT)
+    return (w0, master0), (w1, master1)
 
 
 def _output(x: Tensor, w: Tensor, *_: Tensor | float | None) -> Tensor:
     return x.new_empty(*x.shape[:3], w.shape[1])
 
 
-def _gradient(w: Tensor) -> Tensor:
-    """Of a weight: fp32 at least."""
-    return w.new_empty(w.shape, dtype=eager.wide(w.dtype))
+def _flops(x: tuple[int, ...], *weights: tuple[int, ...]) -> int:
+    """Of convolutions at the pixels of x."""
+    return sum(2 * x[0] * x[1] * x[2] * w[0] * w[1] * w[2] for w in weights)
 
 
-def _flops(x: tuple[int, ...], w: tuple[int, ...], *_: tuple[int, ...] | float | None) -> int:
-    return 2 * x[0] * x[1] * x[2] * w[0] * w[1] * w[2]
+def _refuses(args: tuple, *weights: int) -> str | None:
+    """Why kernels cannot take the weights at these positions, or None."""
+    for w in (args[i] for i in weights):
+        if w.shape[1] % 8 or w.shape[2] % 8:
+            return f"a weight of {list(w.shape)}, kernels take multiples of 8 channels"
+    return None
 
 
-_conv = register("conv", eager.conv, _output, flops=_flops)
+def _refuses_sources(*sources: Tensor) -> str | None:
+    return next((f"a source of {x.shape[3]} channels, kernels take multiples of 8" for x in sources if x.shape[3] % 8), None)
+
+
+def _refuses_t(t: float, end: float) -> str | None:
+    """Factors are taken relative to one of MP-Sum's, which is 0 at one end of t."""
+    return f"t = {t:g}, kernels sum two sources" if t == end else None
+
+
+def _like(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Outputs of the forms of `tensors`: gradients of activations and modulations, dense."""
+    return tuple(x.new_empty(x.shape) for x in tensors)
+
+
+_grad = eager.gradient_like
+_conv = register("conv", eager.conv, _output, conv_triton.conv, lambda x, w, *_: _flops(x, w))
 _conv_backward = register(
-    "conv_backward",
-    eager.conv_backward,
-    lambda g, x, w: (torch.empty_like(x), _gradient(w)),
-    flops=lambda g, x, w: 2 * _flops(x, w),
-)
-_conv_silu = register("conv_silu", eager.conv_silu, lambda x, w, *_: (_output(x, w), _output(x, w)), flops=_flops)
-_conv_silu_backward = register(
-    "conv_silu_backward",
-    eager.conv_silu_backward,
-    lambda g, x, w, m, u: (torch.empty_like(x), _gradient(w), m.new_empty(m.shape)),
-    flops=lambda g, x, w, m, u: 2 * _flops(x, w),
-)
-_conv_sum = register("conv_sum", eager.conv_sum, _output, flops=_flops)
-_conv_sum_backward = register(
-    "conv_sum_backward",
-    eager.conv_sum_backward,
-    lambda g, x, w, *_: (torch.empty_like(x), _gradient(w), torch.empty_like(g)),
-    flops=lambda g, x, w, *_: 2 * _flops(x, w),
-)
-_conv_cat_sum = register(
-    "conv_cat_sum",
-    eager.conv_cat_sum,
-    _output,
-    flops=lambda x, w, _, a, b, w_skip, *__: _flops(x, w) + _flops(x, w_skip),
-)
-_conv_cat_sum_backward = register(
-    "conv_cat_sum_backward",
-    eager.conv_cat_sum_backward,
-    lambda g, x, w, a, b, w_skip, *_: (
-        torch.empty_like(x), _gradient(w), torch.empty_like(a), torch.empty_like(b), _gradient(w_skip),
-    ),
-    flops=lambda g, x, w, a, b, w_skip, *_: 2 * (_flops(x, w) + _flops(x, w_skip)),
+    "conv_backward", eager.conv_backward,
+    lambda g, x, w, with_dx=True: (torch.empty_like(x) if with_dx else x.new_empty(0), _grad(w)),
+    conv_triton.conv_backward, lambda g, x, w, with_dx=True: (1 + with_dx) * _flops(x, w),
 )  # fmt: skip
+_conv_silu = register(
+    "conv_silu", eager.conv_silu,
+    lambda x, w, master, m, saves: (_output(x, w), _output(x, w) if saves else x.new_empty(0)),
+    conv_triton.conv_silu, lambda x, w, *_: _flops(x, w), lambda *args: _refuses(args, 1),
+)  # fmt: skip
+_conv_silu_backward = register(
+    "conv_silu_backward", eager.conv_silu_backward,
+    lambda g, x, w, m, u: (torch.empty_like(x), _grad(w), *_like(m)),
+    conv_triton.conv_silu_backward, lambda g, x, w, *_: 2 * _flops(x, w), lambda *args: _refuses(args, 2),
+)  # fmt: skip
+_conv_sum = register(
+    "conv_sum", eager.conv_sum, _output, conv_triton.conv_sum,
+    lambda x, w, *_: _flops(x, w), lambda *args: _refuses(args, 1),
+)  # fmt: skip
+_conv_sum_backward = register(
+    "conv_sum_backward", eager.conv_sum_backward,
+    lambda g, x, w, *_: (torch.empty_like(x), _grad(w), *_like(g)),
+    conv_triton.conv_sum_backward, lambda g, x, w, *_: 2 * _flops(x, w),
+    lambda *args: _refuses(args, 2) or _refuses_t(args[4], 1),
+)  # fmt: skip
+_conv_cat_sum = register(
+    "conv_cat_sum", eager.conv_cat_sum, _output, conv_triton.conv_cat_sum,
+    lambda x, w, _, a, b, w_skip, *__: _flops(x, w, w_skip),
+    lambda *args: _refuses(args, 1, 5) or _refuses_sources(*args[3:5]) or _refuses_t(args[8], 0),
+)  # fmt: skip
+_conv_cat_sum_backward = register(
+    "conv_cat_sum_backward", eager.conv_cat_sum_backward,
+    lambda g, x, w, a, b, w_skip, *_: (torch.empty_like(x), _grad(w), *_like(a, b), _grad(w_skip)),
+    conv_triton.conv_cat_sum_backward, lambda g, x, w, a, b, w_skip, *_: 2 * _flops(x, w, w_skip),
+    lambda *args: _refuses(args, 2, 5) or _refuses_sources(*args[3:5]) or _refuses_t(args[8], 1),
+)  # fmt: skip
+_residual_branch = register(
+    "residual_branch", eager.residual_branch,
+    lambda x, w0, master0, m, w1, master1, residual, t, clip, saves: _branch_outputs(x, w0, w1, saves),
+    conv_triton.residual_branch, lambda x, w0, master0, m, w1, *_: _flops(x, w0, w1), lambda *args: _refuses(args, 1, 4),
+)  # fmt: skip
+_residual_branch_backward = register(
+    "residual_branch_backward", eager.residual_branch_backward,
+    lambda g, x, w0, m, w1, *_: (torch.empty_like(x), _grad(w0), *_like(m), _grad(w1), *_like(g)),
+    conv_triton.residual_branch_backward, lambda g, x, w0, m, w1, *_: 2 * _flops(x, w0, w1),
+    lambda *args: _refuses(args, 2, 4) or _refuses_t(args[8], 1),
+)  # fmt: skip
+_residual_branch_cat = register(
+    "residual_branch_cat", eager.residual_branch_cat,
+    lambda x, w0, master0, m, w1, *rest: _branch_outputs(x, w0, w1, rest[-1]),
+    conv_triton.residual_branch_cat,
+    lambda x, w0, master0, m, w1, master1, a, b, w_skip, *_: _flops(x, w0, w1, w_skip),
+    lambda *args: _refuses(args, 1, 4, 8) or _refuses_sources(*args[6:8]) or _refuses_t(args[11], 0),
+)  # fmt: skip
+_residual_branch_cat_backward = register(
+    "residual_branch_cat_backward", eager.residual_branch_cat_backward,
+    lambda g, x, w0, m, w1, a, b, w_skip, *_: (
+        torch.empty_like(x), _grad(w0), *_like(m), _grad(w1), *_like(a, b), _grad(w_skip),
+    ),
+    conv_triton.residual_branch_cat_backward,
+    lambda g, x, w0, m, w1, a, b, w_skip, *_: 2 * _flops(x, w0, w1, w_skip),
+    lambda *args: _refuses(args, 2, 4, 7) or _refuses_sources(*args[5:7]) or _refuses_t(args[12], 1),
+)  # fmt: skip
+
+
+def _branch_outputs(x: Tensor, w0: Tensor, w1: Tensor, saves: bool) -> tuple[Tensor, Tensor, Tensor]:
+    saved = [_output(x, w0) if saves else x.new_empty(0) for _ in range(2)]
+    return _output(x, w1), *saved
 
 
 def _save_conv(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
@@ -117,13 +217,13 @@ def _save_conv(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
 
 
 def _conv_autograd(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dw = _conv_backward(g.contiguous(), *ctx.saved_tensors)
-    return dx, *split_gradient(dw, ctx.master)
+    with_dx = ctx.needs_input_grad[0]  # not for images
+    dx, dw = _conv_backward(g.contiguous(), *ctx.saved_tensors, with_dx)
+    return dx if with_dx else None, *split_gradient(dw, ctx.master)
 
 
 def _save_conv_silu(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # u is saved, nobody differentiates it: no zeros of its size
-    x, w, ctx.master, m = inputs
+    x, w, ctx.master, m, _ = inputs
     ctx.save_for_backward(x, w, m, output[1])
 
 
@@ -131,7 +231,7 @@ def _conv_silu_autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Te
     if g is None:
         return None, None, None, None
     dx, dw, dm = _conv_silu_backward(g.contiguous(), *ctx.saved_tensors)
-    return dx, *split_gradient(dw, ctx.master), dm
+    return dx, *split_gradient(dw, ctx.master), dm, None
 
 
 def _save_conv_sum(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
@@ -155,7 +255,34 @@ def _conv_cat_sum_autograd(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor | None, 
     return dx, *split_gradient(dw, ctx.master), da, db, *split_gradient(dw_skip, ctx.master_skip), None, None, None
 
 
-_conv.register_autograd(_conv_autograd, setup_context=_save_conv)
-_conv_silu.register_autograd(_conv_silu_autograd, setup_context=_save_conv_silu)
-_conv_sum.register_autograd(_conv_sum_autograd, setup_context=_save_conv_sum)
-_conv_cat_sum.register_autograd(_conv_cat_sum_autograd, setup_context=_save_conv_cat_sum)
+def _save_residual_branch(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, w0, ctx.master0, m, w1, ctx.master1, _, ctx.t, ctx.clip, _ = inputs
+    y, v, u = output
+    ctx.save_for_backward(x, w0, m, w1, v, u, None if ctx.clip is None else y)
+
+
+def _residual_branch_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    dx, dw0, dm, dw1, dresidual = _residual_branch_backward(g.contiguous(), *ctx.saved_tensors, ctx.t, ctx.clip)
+    dw0, dw1 = split_gradient(dw0, ctx.master0), split_gradient(dw1, ctx.master1)
+    return dx, *dw0, dm, *dw1, dresidual, None, None, None
+
+
+def _save_residual_branch_cat(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, w0, ctx.master0, m, w1, ctx.master1, a, b, w_skip, ctx.master_skip, *ctx.constants, _ = inputs
+    y, v, u = output
+    ctx.save_for_backward(x, w0, m, w1, a, b, w_skip, v, u, None if ctx.constants[-1] is None else y)
+
+
+def _residual_branch_cat_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    grads = _residual_branch_cat_backward(g.contiguous(), *ctx.saved_tensors, *ctx.constants)
+    dx, dw0, dm, dw1, da, db, dw_skip = grads
+    dw0, dw1, dw_skip = (split_gradient(*pair) for pair in zip((dw0, dw1, dw_skip), (ctx.master0, ctx.master1, ctx.master_skip)))
+    return dx, *dw0, dm, *dw1, da, db, *dw_skip, None, None, None, None
+
+
+register_derivative(_conv, _save_conv, _conv_autograd)
+register_derivative(_conv_silu, _save_conv_silu, _conv_silu_autograd)
+register_derivative(_conv_sum, _save_conv_sum, _conv_sum_autograd)
+register_derivative(_conv_cat_sum, _save_conv_cat_sum, _conv_cat_sum_autograd)
+register_derivative(_residual_branch, _save_residual_branch, _residual_branch_autograd)
+register_derivative(_residual_branch_cat, _save_residual_branch_cat, _residual_branch_cat_autograd)

@@ -78,7 +78,12 @@ def conv(x: Tensor, w: Tensor, master: Tensor | None = None) -> Tensor:
     return reference.conv(x, w).contiguous()
 
 
-def conv_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1) -> tuple[Tensor, Tensor]:
+def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tuple[Tensor, Tensor]:
+    """dx (empty if it is not wanted) and dw."""
+    return _conv_backward(g, x, w, with_dx=with_dx)
+
+
+def _conv_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1, with_dx: bool = True) -> tuple[Tensor, Tensor]:
     """dx and `scale` · dw."""
     if w.shape[0] == 1:
         dx, dw = linear_backward(g, x, w)
@@ -87,21 +92,27 @@ def conv_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1) -> tuple[Te
         return torch.empty_like(x), w.new_zeros(w.shape, dtype=wide(w.dtype))
     kernel, one = w.permute(1, 2, 0).unflatten(2, (3, 3)), [1, 1]
     g, x = g.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2)
-    dx, dk, _ = aten.convolution_backward(g, x, kernel, None, one, one, one, False, [0, 0], 1, [True, True, False])
-    return dx.permute(0, 2, 3, 1).contiguous(), dk.flatten(2).to(wide(w.dtype)).mul_(scale).permute(2, 0, 1).contiguous()
+    dx, dk, _ = aten.convolution_backward(g, x, kernel, None, one, one, one, False, [0, 0], 1, [with_dx, True, False])
+    dx = dx.permute(0, 2, 3, 1).contiguous() if with_dx else g.new_empty(0)
+    return dx, dk.flatten(2).to(wide(w.dtype)).mul_(scale).permute(2, 0, 1).contiguous()
 
 
-def conv_silu(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor) -> tuple[Tensor, Tensor]:
-    """Also u, the convolution before its modulation."""
+def gradient_like(w: Tensor) -> Tensor:
+    """Memory for the gradient of a weight: fp32 at least."""
+    return w.new_empty(w.shape, dtype=wide(w.dtype))
+
+
+def conv_silu(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
+    """Also u, the convolution before its modulation, if it `saves` that for the derivative."""
     u = conv(x, w)
-    return F.silu(u * m[:, None, None], inplace=True).mul_(SILU_SCALE), u
+    return F.silu(u * m[:, None, None], inplace=True).mul_(SILU_SCALE), u if saves else u.new_empty(0)
 
 
 def conv_silu_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     m = m[:, None, None]
     g = aten.silu_backward(g, u * m).mul_(SILU_SCALE)
     dm = (g * u).sum((1, 2), dtype=wide(m.dtype)).to(m.dtype)
-    return *conv_backward(g.mul_(m), x, w), dm
+    return *_conv_backward(g.mul_(m), x, w), dm
 
 
 def conv_sum(
@@ -117,7 +128,7 @@ def conv_sum_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale, scale_conv = sum_scales(t)
     g = clip_backward(g, y, clip)
-    return *conv_backward(g, x, w * scale_conv, scale_conv), g * scale
+    return *_conv_backward(g, x, w * scale_conv, scale_conv), g * scale
 
 
 def sum_scales(t: float) -> tuple[float, float]:
@@ -152,8 +163,43 @@ def conv_cat_sum_backward(
     (w, w_a, w_b), scales = _scaled_weights(w, w_skip, a, b, cat_t, t)
     columns = g.flatten(0, 2).T
     dw_skip = [(columns @ source.flatten(0, 2)).to(wide(g.dtype)).mul_(scale) for source, scale in zip((a, b), scales[1:])]
-    dx, dw = conv_backward(g, x, w, scales[0])
+    dx, dw = _conv_backward(g, x, w, scales[0])
     return dx, dw, g @ w_a, g @ w_b, torch.cat(dw_skip, dim=-1)[None]
+
+
+def residual_branch(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None, residual: Tensor,
+    t: float, clip: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Also v, the activated result of the first convolution, and its u, if it `saves` them."""
+    v, u = conv_silu(x, w0, None, m, saves)
+    return conv_sum(v, w1, None, residual, t, clip), v if saves else v.new_empty(0), u
+
+
+def residual_branch_backward(
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, v: Tensor, u: Tensor, y: Tensor | None,
+    t: float, clip: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of x, w0, m, w1 and the residual."""
+    dv, dw1, dresidual = conv_sum_backward(g, v, w1, y, t, clip)
+    return *conv_silu_backward(dv, x, w0, m, u), dw1, dresidual
+
+
+def residual_branch_cat(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None, a: Tensor, b: Tensor,
+    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    v, u = conv_silu(x, w0, None, m, saves)
+    return conv_cat_sum(v, w1, None, a, b, w_skip, None, cat_t, t, clip), v if saves else v.new_empty(0), u
+
+
+def residual_branch_cat_backward(
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, v: Tensor, u: Tensor,
+    y: Tensor | None, cat_t: float, t: float, clip: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of x, w0, m, w1, a, b and w_skip."""
+    dv, dw1, *skip = conv_cat_sum_backward(g, v, w1, a, b, w_skip, y, cat_t, t, clip)
+    return *conv_silu_backward(dv, x, w0, m, u), dw1, *skip
 
 
 def _scaled_weights(

@@ -4,15 +4,17 @@ Every Triton kernel of the project is started by `launch`. Within `recording`, l
 of the device, so that what the ledger counts and what the compile gate compiles is what would run.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import MockTensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import reference
 
@@ -74,18 +76,19 @@ def launch(
     flops: int = 0,
     reached: Iterable[Tensor] = (),
     updated: Iterable[Tensor] = (),
+    untouched: Iterable[Tensor] = (),
     **options: Any,
 ) -> None:
     """Start a kernel on the device of its tensors; nothing happens where there is no work.
 
     For the ledger, every tensor among the arguments counts as moved once, like those `reached` by addresses in a
-    table; those in `updated` (read and written) once more.
+    table; those in `updated` (read and written) once more; `untouched` are parts of arguments that stay where they are.
     """
     if 0 in grid:
         return
     tensors = {id(x): x for x in map(_tensor, args) if x is not None}.values()
     if _recorder is not None:
-        moved = sum(x.numel() * x.element_size() for x in (*tensors, *reached, *updated))
+        moved = sum(map(_size, (*tensors, *reached, *updated))) - sum(map(_size, untouched))
         _recorder(Launch(kernel, grid, args, options, flops, moved))
         return
     device = next(iter(tensors)).device
@@ -96,10 +99,59 @@ def launch(
         kernel[grid](*args, **OPTIONS, **options)
 
 
+class RecordedBox(NamedTuple):
+    """A tensor descriptor of a fake tensor, which lies nowhere."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+
+
+def descriptor(x: Tensor, *block: int) -> TensorDescriptor | RecordedBox:
+    """x, accessed in boxes of the size `block`."""
+    return (RecordedBox if is_recording() else TensorDescriptor)(x, list(x.shape), list(x.stride()), list(block))
+
+
+def _size(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
 def _tensor(arg: Any) -> Tensor | None:
     """The tensor behind an argument: itself, or that of a tensor descriptor."""
     base = getattr(arg, "base", None)
     return arg if isinstance(arg, Tensor) else base if isinstance(base, Tensor) else None
+
+
+def warm(launch: Launch) -> None:
+    """Compile the kernel of a recorded launch for the present GPU, into Triton's cache on disk."""
+    launch.kernel.warmup(*map(_mock, launch.args), grid=launch.grid, **OPTIONS, **launch.options)
+
+
+def _mock(x: Any) -> Any:
+    """What Triton specialises as it would the argument. Pointers are multiples of 16 bytes."""
+    if isinstance(x, RecordedBox):
+        return TensorDescriptor(MockTensor(x.base.dtype), list(x.block_shape), _strides(x.block_shape), list(x.block_shape))
+    return MockTensor(x.dtype) if isinstance(x, Tensor) else x
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Any that a descriptor may have."""
+    return [16 * 2**i for i in range(len(shape) - 1, 0, -1)] + [1]
+
+
+def warm_key(launch: Launch) -> str:
+    """The same for launches that Triton serves with the same code: of integers it tells apart 1, multiples of 16 and width."""
+    kinds = [_kind(x) for x in launch.args]
+    return f"{launch.kernel.__module__}.{launch.kernel.__name__} {kinds} {sorted(launch.options.items())}"
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, RecordedBox):
+        return f"{x.base.dtype}{x.block_shape}"
+    if isinstance(x, Tensor):
+        return str(x.dtype)
+    return f"{x == 1} {x % 16 == 0} {x >= 2**31}" if isinstance(x, int) else repr(x)
 
 
 @triton.jit

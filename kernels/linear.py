@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 from kernels import eager
 from kernels.checks import check_floating, check_weight
 from kernels.jit import launch
-from kernels.registration import register
+from kernels.registration import register, register_derivative
 from kernels.weight import Weight, split_gradient, unpack
 
 # By bytes per element. fp32 goes without tensor cores, whose TF32 would round its inputs: 16 sums per thread, and small
@@ -106,7 +106,7 @@ def _autograd(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor | None, ...]:
     return dx, *split_gradient(dw, ctx.master)
 
 
-_linear.register_autograd(_autograd, setup_context=_save)
+register_derivative(_linear, _save, _autograd)
 
 
 def linear(x: Tensor, w: Weight) -> Tensor:

@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 from kernels import eager
 from kernels.checks import check_activation, check_even
 from kernels.jit import EPS, launch, mp_silu, mp_silu_grad
-from kernels.registration import register
+from kernels.registration import register, register_derivative
 
 ELEMENTS = 4096  # per program: 32 per thread, four 16-byte loads in flight
 MAX_CHANNELS = 8192  # a pixel lies in the registers of one program
@@ -127,7 +127,6 @@ _norm_backward = register(
 
 
 def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
     y, _, rms = output
     ctx.down = inputs[1]
     ctx.save_for_backward(y, rms)
@@ -139,7 +138,7 @@ def _autograd(ctx: FunctionCtx, gy: Tensor | None, gs: Tensor | None, _: None) -
     return _norm_backward(gy, gs, y, rms, ctx.down), None
 
 
-_norm.register_autograd(_autograd, setup_context=_save)
+register_derivative(_norm, _save, _autograd)
 
 
 def pixel_norm_silu(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from kernels import jit as device
 from kernels.checks import check_activation, check_dense, check_even, check_like, check_shape
 from kernels.jit import launch
 from kernels.reference import cat_scales
-from kernels.registration import register
+from kernels.registration import register, register_derivative
 
 BLOCK = 4096  # elements per program: 32 per thread, four 16-byte loads in flight
 
@@ -206,11 +206,9 @@ def _save_cat_silu(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(a, b)
 
 
-_mp_silu.register_autograd(lambda ctx, g: _mp_silu_backward(g.contiguous(), *ctx.saved_tensors), setup_context=_save_mp_silu)
-_mp_sum.register_autograd(_mp_sum_autograd, setup_context=_save_mp_sum)
-_cat_silu.register_autograd(
-    lambda ctx, g: (*_cat_silu_backward(g.contiguous(), *ctx.saved_tensors, ctx.t), None), setup_context=_save_cat_silu
-)
+register_derivative(_mp_silu, _save_mp_silu, lambda ctx, g: _mp_silu_backward(g.contiguous(), *ctx.saved_tensors))
+register_derivative(_mp_sum, _save_mp_sum, _mp_sum_autograd)
+register_derivative(_cat_silu, _save_cat_silu, lambda ctx, g: (*_cat_silu_backward(g.contiguous(), *ctx.saved_tensors, ctx.t), None))
 
 
 def mp_silu(x: Tensor) -> Tensor:

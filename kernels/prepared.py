@@ -1,11 +1,13 @@
 """All weights of a network prepared together, once per optimizer step: few launches, and gradients in fp32.
 
 Forward and backward see only prepared weights; their gradients add up over any number of rounds, and are projected onto
-the raw weights once (the projection is linear). A program serves one row of one weight.
+the raw weights once (the projection is linear). A program serves one row of one weight. Most of them the optimizer has
+prepared in the pass that changed them: see `kernels.adam`.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import eager
-from kernels.jit import launch, serves
+from kernels.jit import is_recording, launch, serves
 from kernels.rows import Addresses, pointer, row_programs
 from kernels.weight import BLOCK, PreparedWeight, prepare_row, project_row, qkv_row
 
@@ -42,12 +44,12 @@ class PreparedWeights:
         classes = defaultdict(list)
         firsts = [0] * len(groups)
         for i, raw in members:
-            key = (raw.dtype, raw.weight[0, 0].numel(), raw.weight.shape[1] % 8 == 0)
             dw = next(views)
             dgain = None if raw.gain is None else next(views)
-            classes[key].append(_Member(raw, self.weights[i], firsts[i], dw, dgain))
+            member = Member(raw, self.weights[i], firsts[i], dw, dgain)
+            classes[raw.dtype, raw.weight[0, 0].numel(), member.is_aligned, member.is_target].append(member)
             firsts[i] += len(raw.weight)
-        self._classes = [_Class(key[1], key[2], members) for key, members in classes.items()]
+        self._classes = [_Class(taps, aligned, members) for (_, taps, aligned, _), members in classes.items()]
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -55,6 +57,10 @@ class PreparedWeights:
             weight.master.grad = None
         for same in self._classes:
             same.prepare()
+
+    def targets(self) -> dict[Tensor, "Member"]:
+        """What the optimizer can prepare, by raw weight."""
+        return {m.raw.weight: m for same in self._classes for m in same.members if m.is_target}
 
     @torch.no_grad()
     def project(self) -> None:
@@ -85,52 +91,86 @@ def _flat_gradients(tensors: Sequence[Tensor]):
     return flat, iter([part[: x.numel()].view(x.shape) for part, x in zip(parts, tensors)])
 
 
-class _Member(NamedTuple):
-    """A raw weight, the rows from `first` of the prepared one that it becomes, and its gradients."""
+@dataclass(eq=False)
+class Member:
+    """A raw weight, the rows from `first` of the prepared one that it becomes, its gradients, ‖w‖ of its rows."""
 
     raw: RawWeight
     prepared: PreparedWeight
     first: int
     dw: Tensor
     dgain: Tensor | None
+    lengths: Tensor | None = None
+    _seen: tuple[int, int] | None = None
+
+    @property
+    def is_aligned(self) -> bool:
+        return self.raw.weight.shape[1] % 8 == 0
+
+    @property
+    def is_target(self) -> bool:
+        """Can the optimizer prepare it? A gain would change in the same launch."""
+        return self.raw.weight.ndim == 4 and self.is_aligned and self.raw.gain is None
+
+    @property
+    def place(self) -> list[int]:
+        """For `place_of_row`."""
+        return [self.raw.weight.shape[1], len(self.raw.weight), self.prepared.value.shape[1], self.first, self.raw.heads]
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Of the prepared weight or its gradient `[taps, Cout, Cin]`."""
+        return x[:, self.first : self.first + len(self.raw.weight)]
+
+    def note(self) -> None:
+        """It is prepared from what the raw weight now holds."""
+        self._seen = self._state()
+
+    def is_current(self) -> bool:
+        """Does the raw weight hold what it was prepared from? As for autograd, a change through `.data` goes unseen."""
+        return self._seen == self._state()
+
+    def _state(self) -> tuple[int, int]:
+        w = self.raw.weight
+        return 0 if is_recording() else w.data_ptr(), w._version
 
 
 class _Class:
-    """Weights that one launch can serve: of one type, number of taps and alignment."""
+    """Weights that one launch can serve: of one type, number of taps and alignment; targets of the optimizer apart."""
 
-    def __init__(self, taps: int, aligned: bool, members: list[_Member]):
+    def __init__(self, taps: int, aligned: bool, members: list[Member]):
         self.members = members
         weights = [m.raw.weight for m in members]
         device, rows = weights[0].device, [len(w) for w in weights]
         self.constants = dict(TAPS=taps, ALIGNED=aligned, BLOCK=BLOCK)
         self.programs = row_programs(rows, device)
         self.lengths = torch.zeros(sum(rows), device=device)
-        self.shapes = torch.tensor(
-            [[w.shape[1], len(w), m.prepared.value.shape[1], m.first, m.raw.heads] for w, m in zip(weights, members)],
-            dtype=torch.int32,
-        ).to(device)
+        for m, part in zip(members, self.lengths.split(rows)):
+            m.lengths = part
+        self.shapes = torch.tensor([m.place for m in members], dtype=torch.int32).to(device)
         starts = [sum(rows[:i]) for i, m in enumerate(members) if m.dgain is not None]
         gained = [n for n, m in zip(rows, members) if m.dgain is not None]
         self.gain_rows = torch.tensor([starts, gained], dtype=torch.int32).T.contiguous().to(device)
         self.to_prepare, self.to_project, self.to_gains = Addresses(), Addresses(), Addresses()
 
     def prepare(self) -> None:
+        """With the tile and the warps of the optimizer's pass: the same order of sums, hence the same bits."""
         if not serves(self.lengths):
             return self._prepare_eager()
+        if all(m.is_target and m.is_current() for m in self.members):
+            return
         weights, values, gains = zip(*[(m.raw.weight, m.prepared.value, m.raw.gain) for m in self.members])
         launch(
             prepare_kernel, (len(self.programs),),
             self.programs, self.shapes, self.to_prepare.table(weights, values, gains), self.lengths,
-            TYPE=_TYPES[values[0].dtype], **self.constants, num_warps=4, reached=(*weights, *self._own_rows(values)),
+            TYPE=TYPES[values[0].dtype], **self.constants, num_warps=8, reached=(*weights, *self._own_rows(values)),
         )  # fmt: skip
+        for m in self.members:
+            m.note()
 
     def _prepare_eager(self) -> None:
-        start = 0
         for m in self.members:
-            stop = start + len(m.raw.weight)
-            value, self.lengths[start:stop] = eager.mp_weight(m.raw.weight, m.raw.gain, m.raw.dtype, m.raw.heads)
-            m.prepared.value[:, m.first : m.first + stop - start] = value
-            start = stop
+            value, m.lengths[:] = eager.mp_weight(m.raw.weight, m.raw.gain, m.raw.dtype, m.raw.heads)
+            m.own_rows(m.prepared.value)[:] = value
 
     def project(self) -> None:
         if not serves(self.lengths):
@@ -149,22 +189,18 @@ class _Class:
             launch(sum_rows_kernel, (len(dgains),), self.gain_rows, table, shares, BLOCK=BLOCK, num_warps=4, reached=dgains)
 
     def _project_eager(self) -> None:
-        start = 0
         for m in self.members:
-            stop = start + len(m.raw.weight)
-            g = m.prepared.master.grad[:, m.first : m.first + stop - start]
-            dw, dgain = eager.mp_weight_backward(g, m.raw.weight, self.lengths[start:stop], m.raw.gain, m.raw.heads)
+            g = m.own_rows(m.prepared.master.grad)
+            dw, dgain = eager.mp_weight_backward(g, m.raw.weight, m.lengths, m.raw.gain, m.raw.heads)
             m.dw.copy_(dw)
             if m.dgain is not None:
                 m.dgain.copy_(dgain)
-            start = stop
 
     def _own_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of prepared weights: the rows that belong to each member."""
-        return [x[:, m.first : m.first + len(m.raw.weight)] for x, m in zip(tensors, self.members)]
+        return [m.own_rows(x) for x, m in zip(tensors, self.members)]
 
 
-_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -172,7 +208,7 @@ def prepare_kernel(
     programs, shapes, addresses, length_ptr,
     TYPE: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes)
+    tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes, ALIGNED)
     w_ptr, y_ptr = pointer(addresses, tensor * 3, tl.float32), pointer(addresses, tensor * 3 + 1, TYPE)
     gain = gain_of(addresses, tensor * 3 + 2)
     length = prepare_row(w_ptr, y_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
@@ -184,7 +220,7 @@ def project_kernel(
     programs, shapes, addresses, length_ptr, share_ptr,
     TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes)
+    tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes, ALIGNED)
     g_ptr, w_ptr = pointer(addresses, tensor * 4, tl.float32), pointer(addresses, tensor * 4 + 1, tl.float32)
     dw_ptr, gain = pointer(addresses, tensor * 4 + 2, tl.float32), gain_of(addresses, tensor * 4 + 3)
     length = tl.load(length_ptr + tl.program_id(0))
@@ -193,12 +229,20 @@ def project_kernel(
 
 
 @triton.jit
-def row_of_program(programs, shapes):
+def row_of_program(programs, shapes, ALIGNED: tl.constexpr):
     """Tensor and raw row of this program, the row of the prepared weight that it becomes, and that one's Cin and Cout."""
     tensor, row = tl.load(programs + 2 * tl.program_id(0)), tl.load(programs + 2 * tl.program_id(0) + 1)
-    shape = shapes + 5 * tensor
-    Cin, rows, Cout, first, heads = tl.load(shape), tl.load(shape + 1), tl.load(shape + 2), tl.load(shape + 3), tl.load(shape + 4)
-    return tensor, row, first + tl.where(heads > 0, qkv_row(row, rows, tl.maximum(heads, 1)), row), Cin, Cout
+    row_out, Cin, Cout = place_of_row(shapes + 5 * tensor, row, ALIGNED)
+    return tensor, row, row_out, Cin, Cout
+
+
+@triton.jit
+def place_of_row(place, row, ALIGNED: tl.constexpr):
+    """The row of the prepared weight that a raw row becomes, and that weight's Cin and Cout; `place` is `Member.place`."""
+    Cin, rows, Cout, first, heads = tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3), tl.load(place + 4)
+    if ALIGNED:
+        Cin = Cin // 8 * 8  # the compiler sees a multiple of 8, without which it masks element by element
+    return first + tl.where(heads > 0, qkv_row(row, rows, tl.maximum(heads, 1)), row), Cin, Cout
 
 
 @triton.jit

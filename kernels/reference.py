@@ -87,6 +87,21 @@ def conv_cat_sum(
     return conv_sum(x, w, conv(a, w_a * scale_a) + conv(b, w_b * scale_b), t, clip)
 
 
+def residual_branch(
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, residual: Tensor, t: float, clip: float | None = None
+) -> Tensor:
+    """Two convolutions and what joins them: `conv_sum` of `conv_silu`."""
+    return conv_sum(conv_silu(x, w0, m), w1, residual, t, clip)
+
+
+def residual_branch_cat(
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, t: float,
+    clip: float | None = None,
+) -> Tensor:  # fmt: skip
+    """`conv_cat_sum` of `conv_silu`."""
+    return conv_cat_sum(conv_silu(x, w0, m), w1, a, b, w_skip, cat_t, t, clip)
+
+
 def mp_silu(x: Tensor) -> Tensor:
     """`silu(x) / 0.596`: unit-variance input gives unit mean square. Eq. 81."""
     return F.silu(x) * SILU_SCALE

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
 from kernels.fallback import note
@@ -53,6 +54,23 @@ def register(
     if flops:
         register_flop_formula(getattr(torch.ops.edm2, name))(lambda *args, out_shape=None, **kwargs: flops(*args, **kwargs))
     return op
+
+
+def register_derivative(op: Any, save: Function, derivative: Function) -> None:
+    """`save(ctx, inputs, output)` in the forward, `derivative(ctx, *gradients)` → those of all inputs.
+
+    An output that nobody uses has the gradient None, not zeros of its size: pre-activations and norms are outputs too.
+    """
+
+    def setup(ctx: FunctionCtx, inputs: tuple, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.nothing = (None,) * len(inputs)
+        save(ctx, inputs, output)
+
+    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> Any:
+        return ctx.nothing if all(g is None for g in gradients) else derivative(ctx, *gradients)
+
+    op.register_autograd(backward, setup_context=setup)
 
 
 def _with_fallback(name: str, eager: Function, triton: Function, refuses: Function) -> Function:

@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 from kernels import eager
 from kernels.checks import check_floating, check_like
 from kernels.jit import EPS, launch
-from kernels.registration import register
+from kernels.registration import register, register_derivative
 
 
 class PreparedWeight(NamedTuple):
@@ -57,12 +57,22 @@ def prepare_row(
         w = tl.load(w_ptr + start + offs, offs < Cin * TAPS, other=0.0)
         square += w * w
     length = tl.sqrt(tl.sum(square, axis=0))
+    lay_out_row(w_ptr, y_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+    return length
+
+
+@triton.jit
+def lay_out_row(
+    w_ptr, y_ptr, length, gain, row, row_out, Cin, Cout,
+    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The second pass of `prepare_row`, for a row of known length ‖w‖."""
+    start = row_offset(row, Cin * TAPS, ALIGNED)
     scale = gain / (length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS)
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_y, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
         w = tl.load(w_ptr + offs_w, mask, other=0.0)
         tl.store(y_ptr + offs_y, (w * scale).to(y_ptr.dtype.element_ty), mask)
-    return length
 
 
 @triton.jit
@@ -191,7 +201,6 @@ _mp_weight_backward = register(
 
 
 def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
     w, gain, _, ctx.heads = inputs
     ctx.save_for_backward(w, output[1], gain)
 
@@ -204,7 +213,7 @@ def _autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | Non
     return dw, None if gain is None else dgain, None, None
 
 
-_mp_weight.register_autograd(_autograd, setup_context=_save)
+register_derivative(_mp_weight, _save, _autograd)
 
 
 def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0) -> Tensor:

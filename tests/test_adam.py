@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 import edm2
-import kernels
+import kernels.prepared
 from edm2.network import MPConv
 from kernels.adam import AdamPass
 from kernels.jit import INTERPRET
+from kernels.prepared import PreparedWeights, RawWeight
 from tests.conftest import relative_error
 from tests.tolerances import EXACT
 
@@ -189,3 +190,137 @@ def test_what_the_kernel_cannot_take_goes_to_pytorch(unfit):
                 p.grad = torch.ones_like(p)
             x.step(0.01, 4, 4)
     assert_close(optimizer, expected)
+
+
+class Convolutions(nn.Module):
+    """Weights that the optimizer prepares: qkv, 3×3, long rows, two that are part of one; and that it does not."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.qkv, self.long, self.short = MPConv(8, 12, (1, 1), heads=2), MPConv(264, 1, (3, 3)), MPConv(8, 2, (3, 3))
+        self.first, self.second, self.gained = MPConv(16, 1, (1, 1)), MPConv(16, 2, (1, 1)), MPConv(16, 1, (1, 1))
+        self.odd, self.linear = MPConv(5, 2, (3, 3)), MPConv(16, 1)
+        edm2.force_weight_norm_(self)
+        self.dtype = dtype
+
+    def prepared(self) -> PreparedWeights:
+        together = [(self.first, None), (self.gained, self.gain), (self.second, None)]
+        alone = [[RawWeight(x.weight, self.dtype, None, x.heads)] for x in (self.qkv, self.long, self.short, self.odd)]
+        together = [RawWeight(x.weight, self.dtype, gain) for x, gain in together]
+        return PreparedWeights([together, *alone, [RawWeight(self.linear.weight, torch.float32)]])
+
+    def trained(self) -> tuple[PreparedWeights, edm2.EDM2Optimizer]:
+        """After a step of an optimizer that prepares the weights."""
+        prepared = self.prepared()
+        optimizer = edm2.EDM2Optimizer(self, weights=prepared)
+        run(optimizer, range(1, 2))
+        return prepared, optimizer
+
+
+def assert_fresh(prepared: PreparedWeights, net: Convolutions) -> None:
+    """The values, and the gradients that follow from values and lengths, are those of weights prepared anew, bit for bit."""
+    fresh = net.prepared()
+    for x in (prepared, fresh):
+        x.prepare()
+    for weight, expected in zip(prepared.weights, fresh.weights):
+        assert torch.equal(weight.value, expected.value)
+    gradients = []
+    for x in (prepared, fresh):
+        torch.autograd.backward([w.master * 1 for w in x.weights], [torch.ones_like(w.master).cumsum(0).cumsum(2) for w in x.weights])
+        x.project()
+        gradients.append(x.gradients)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weights_are_prepared_for_the_next_step(dtype):
+    net = Convolutions(dtype).to(DEVICE)
+    prepared = net.prepared()
+    for weight in prepared.weights:
+        weight.value.fill_(NAN)
+    run(edm2.EDM2Optimizer(net, weights=prepared), range(1, 2))
+    assert list(prepared.targets()) == [getattr(net, name).weight for name in ("first", "second", "qkv", "long", "short")]
+    written = [weight.value.isfinite().all(dim=2).all(dim=0) for weight in prepared.weights]
+    assert [x.tolist() for x in written] == [[True, False, True, True], [True] * 12, [True], [True] * 2, [False] * 2, [False]]
+    assert_fresh(prepared, net)
+
+
+def test_what_the_optimizer_has_prepared_is_not_prepared_again(monkeypatch):
+    net, launched = Convolutions().to(DEVICE), []
+    prepared, _ = net.trained()
+    monkeypatch.setattr(kernels.prepared, "launch", lambda kernel, grid, *args, **options: launched.append(grid[0]))
+    prepared.prepare()
+    assert sum(launched) == len(net.gained.weight) + len(net.odd.weight) + len(net.linear.weight)
+
+
+def halve(net, prepared):
+    with torch.no_grad():
+        net.short.weight[1, :4].mul_(0.5)
+
+
+def load(net, prepared):
+    net.load_state_dict({name: x * 2 + 1 for name, x in net.state_dict().items()})
+
+
+def replace(net, prepared):
+    net.qkv.weight.data = net.qkv.weight.data + 1
+
+
+def step_of_another_optimizer(net, prepared):
+    run(edm2.EDM2Optimizer(net), range(1, 2))
+
+
+def step_of_another_for_others(net, prepared):
+    run(edm2.EDM2Optimizer(net, weights=net.prepared()), range(1, 2))
+
+
+@pytest.mark.parametrize("change", [halve, load, replace, step_of_another_optimizer, step_of_another_for_others])
+def test_prepared_weights_follow_any_change(change):
+    """Between two steps, and with an optimizer that goes on after it."""
+    net = Convolutions().to(DEVICE)
+    prepared, _ = net.trained()
+    prepared.prepare()
+    change(net, prepared)
+    assert_fresh(prepared, net)
+
+
+def test_a_step_after_a_change_prepares_all():
+    net = Convolutions().to(DEVICE)
+    prepared, optimizer = net.trained()
+    halve(net, prepared)
+    run(optimizer, range(2, 3))
+    assert_fresh(prepared, net)
+
+
+def test_frozen_weights_and_weights_without_gradient_are_prepared():
+    net = Convolutions().to(DEVICE)
+    net.first.weight.requires_grad_(False)
+    prepared, optimizer = net.trained()
+    assert_fresh(prepared, net)
+    give_gradients(optimizer, 2)
+    net.qkv.weight.grad = None
+    net.long.weight.grad.fill_(INF)
+    optimizer.step(0.01, 8, 4)
+    assert_fresh(prepared, net)
+    with torch.no_grad():
+        net.first.weight.neg_()
+    assert_fresh(prepared, net)
+
+
+def test_a_step_is_a_change_to_autograd():
+    net = Convolutions(torch.float32).to(DEVICE)
+    prepared, optimizer = net.trained()
+    losses = [net.linear.weight.square().sum(), (prepared.weights[1].value * net.gain).sum()]
+    run(optimizer, range(2, 3))
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_targets_of_two_types_are_refused():
+    net = Convolutions()
+    raw = [[RawWeight(x.weight, dtype)] for x, dtype in ((net.first, torch.float16), (net.second, torch.bfloat16))]
+    with pytest.raises(ValueError, match="expected one type"):
+        run(edm2.EDM2Optimizer(net, weights=PreparedWeights(raw)), range(1, 2))

@@ -25,7 +25,7 @@ FAULTS = {
 ANY = {
     "axes": {"mp_silu x", "linear x"},
     "channels": {"mp_silu x", "pixel_norm_silu x", "down_pixel_norm_silu x", "resample x", "cat_silu a", "cat_silu b", "mp_weight w"},
-    "strides": {"linear x", "mp_weight w", "mp_weight gain", "conv_silu m"},
+    "strides": {"linear x", "mp_weight w", "mp_weight gain", "conv_silu m", "residual_branch m", "residual_branch_cat m"},
 }
 FIRST = {case.op: case for name, case in reversed(CASES.items()) if "one channel" not in name}
 FIRST["mp_weight"] = CASES["mp_weight 1x1 gain"]
@@ -37,7 +37,7 @@ def arguments(op: str) -> list[str]:
 
 def allowed(op: str, argument: str, fault: str) -> bool:
     alone = fault in ("type", "device") and len(arguments(op)) == 1
-    prepared = fault == "strides" and argument in ("w", "w_skip")
+    prepared = fault == "strides" and argument in ("w", "w0", "w1", "w_skip")
     scalar = fault == "channels" and argument == "gain"
     return alone or prepared or scalar or f"{op} {argument}" in ANY.get(fault, ())
 
@@ -104,6 +104,7 @@ def test_bad_sizes(call, message):
 
 def without(case: Case, axis: str) -> Case:
     """The same without images, rows or columns (of a weight: without rows)."""
+
     def shape(old: tuple[int, ...]) -> tuple[int, ...]:
         if axis == "images":
             return old if len(old) in (0, 3) else (0, *old[1:])

@@ -13,17 +13,19 @@ from click.testing import CliRunner
 
 import edm2
 import kernels.fallback
-from bench import gpu
+from bench import cases, gpu
 from bench.__main__ import main
 from bench.baseline import Baseline, BaselineOptimizer
 from bench.case import Case
 from bench.isolated import Isolated, finish, start_compiling
-from bench.ledger import Entry, Recorder, count
+from bench.ledger import CANDIDATES, Entry, Recorder, count, fake_network, inputs_for, launches_of
 from bench.library import conv_shapes
 from bench.models import compile_for, data_stream, make_inputs, make_network
 from bench.runner import run_cases
 from bench.sampling import sample_case
 from edm2.backends import full_precision
+from edm2.summary import saved_bytes
+from kernels.jit import warm, warm_key
 from tests.conftest import relative_error, tiny_net
 
 
@@ -90,6 +92,7 @@ class TestRunner:
         facts = stored["candidates"]["a"]
         assert facts["low"] <= facts["median"] <= facts["high"] and facts["runs"] == 3 and facts["TFLOP/s"] > 0
         assert {"name", "torch", "triton", "commit", "python"} <= stored["machine"].keys()
+        assert stored["dtype"] == "float32"
 
     def test_wrong_and_failing_candidates_have_no_speed(self, tmp_path):
         def fail():
@@ -100,6 +103,30 @@ class TestRunner:
         facts = result["candidates"]
         assert "median" in facts["good"] and facts["bad"] == {"failure": "out of luck"}
         assert all("median" not in facts[name] and "error" in facts[name]["failure"] for name in ("off", "nan"))
+
+    def test_every_output_is_compared_with_an_untimed_reference(self, tmp_path):
+        pair = torch.ones(3), torch.arange(3.0)
+        candidates = {"reference": lambda: pair, "good": lambda: pair, "off": lambda: [pair[0], pair[1] + 1], "one": lambda: pair[0]}
+        (result,) = run_cases([self.case(**candidates)], tmp_path, budget=60, runs=3)
+        facts = result["candidates"]
+        assert facts.keys() == {"good", "off", "one"} and facts["good"]["error"] == 0 and "median" in facts["good"]
+        assert facts["off"]["failure"].startswith("error") and "came out, not" in facts["one"]["failure"]
+
+    def test_a_reference_is_what_came_out_first(self, tmp_path):
+        """An optimizer goes on changing the weights that it returned."""
+        x, y = torch.ones(3), torch.ones(3)
+        (result,) = run_cases([self.case(a=lambda: x.add_(1), b=lambda: y.add_(1))], tmp_path, budget=60, runs=3)
+        assert [c["error"] for c in result["candidates"].values()] == [0, 0]
+
+    def test_results_are_json_for_everyone(self, tmp_path):
+        """Python would write NaN and Infinity, which others cannot read."""
+        run_cases([self.case(a=lambda: torch.ones(3), b=lambda: torch.ones(3) / 0 * 0)], tmp_path, budget=60, runs=3)
+
+        def refuse(constant):
+            raise AssertionError(constant)
+
+        facts = json.loads((tmp_path / "kernels_x.json").read_text(), parse_constant=refuse)["candidates"]["b"]
+        assert facts["error"] is None and facts["failure"] == "error inf above 0.001"
 
     def test_budget(self, tmp_path):
         slow = self.case(a=lambda: time.sleep(0.1))
@@ -224,7 +251,7 @@ class TestIsolated:
 
     def test_compilation_ahead_is_over_when_it_should_be(self):
         start = time.monotonic()
-        processes = start_compiling(planted, ["kernels/compile hangs", "kernels/first"])
+        processes = start_compiling(planted, [["kernels/compile hangs"], ["kernels/first", "kernels/last"]])
         assert finish(processes, start + 15) == 1 and time.monotonic() - start < 25
         assert not any(process.is_alive() for process in processes)
 
@@ -245,6 +272,23 @@ class TestGpu:
         assert [name.split("::")[1] for name in facts["failures"]] == ["test_bad", "test_hangs"] and facts["seconds"] < 15
         assert "STOPPED" in gpu.describe_tests(facts) and "test_bad" in gpu.describe_tests(facts)
 
+    def test_cases_are_compiled_ahead_by_what_they_take(self):
+        """Networks alone, kernels together; those that a budget reaches first."""
+        chosen = list(cases.gpu_cases())
+        batches = gpu.batches_ahead(chosen)
+        assert batches[0] == ["train/edm2-img512-s/n256"] and [len(x) for x in batches] == [1] * 6 + [8] * 3
+        assert all(name.startswith("kernels/") for batch in batches[6:] for name in batch)
+        assert len({case.name for case in chosen}) == len(chosen)
+
+    def test_kernels_of_a_step_are_compiled_ahead(self, monkeypatch):
+        compiled = []
+        monkeypatch.setattr("triton.runtime.jit.JITFunction.warmup", lambda self, *args, **options: compiled.append((self, args, options)))
+        launches = launches_of("this project", "digits", 2, "train")
+        for launch in {warm_key(x): x for x in launches}.values():
+            warm(launch)
+        assert {kernel for kernel, *_ in compiled} == {x.kernel for x in launches} and len(compiled) < len(launches)
+        assert not any(isinstance(arg, torch.Tensor) for _, args, _ in compiled for arg in args)
+
     def test_first_line_is_the_answer(self):
         candidates = {"eager": {"images/s": 200.0}, "compile": {"images/s": 400.0}, "edm2": {"images/s": 1000.0}}
         result = {"group": "train", "preset": "edm2-img512-s", "batch": 256, "candidates": candidates}
@@ -256,7 +300,7 @@ class TestGpu:
         """Tests, compilation ahead, a case in a process of its own, the table."""
         monkeypatch.chdir(tmp_path)
         result = CliRunner().invoke(main, ["gpu", "--dry-run", "--only=block"])
-        assert result.exit_code == 0 and "1 of 1 cases compiled ahead" in result.output, result.output
+        assert result.exit_code == 0 and "1 of 1 processes compiled ahead" in result.output, result.output
         table = result.output.split("\n\n")[1].splitlines()
         assert table[0] == "training: unmeasured" and table[1].startswith("GPU tests: ") and table[2].startswith("block/digits")
         folder = tmp_path / "out" / "rehearsal"
@@ -294,21 +338,39 @@ class TestLedger:
     """Totals of EDM2-S at batch 256, pinned: a pass over memory that comes or goes shows here."""
 
     @pytest.mark.parametrize(
-        ("candidate", "phase", "launches", "gigabytes"),
+        ("candidate", "phase", "launches", "gigabytes", "saved"),
         [
-            ("eager", "eval", 1846, 230.1),
-            ("eager", "train", 7110, 765.8),
-            ("this project", "eval", 650, 150.6),
-            ("this project", "train", 1767, 453.4),
+            ("eager", "eval", 1846, 230.1, 0),
+            ("eager", "train", 7125, 765.8, 227.1),
+            ("this project", "eval", 392, 73.9, 0),
+            ("this project", "train", 927, 301.5, 144.1),
         ],
     )
-    def test_edm2_s(self, candidate, phase, launches, gigabytes):
+    def test_edm2_s(self, candidate, phase, launches, gigabytes, saved):
         ledger = count(candidate, "edm2-img512-s", 256, phase)
         assert ledger.total.launches == pytest.approx(launches, rel=0.02)  # versions of PyTorch differ by a few
         assert ledger.total.bytes / 1e9 == pytest.approx(gigabytes, rel=0.02)
         multiply_adds = 100.819e9 * 256 * (1 if phase == "eval" else 3)
         assert ledger.total.flops / 2 == pytest.approx(multiply_adds, rel=5e-3)
-        assert (ledger.saved > 0) == (phase == "train")
+        assert ledger.total.saved / 256 / 1e6 == pytest.approx(saved, rel=0.02)  # MB per image
+
+    @pytest.mark.parametrize("candidate", ["eager", "eager, channels-last", "this project"])
+    def test_saved_bytes_are_those_that_autograd_packs(self, candidate):
+        """Told by hooks, their sum is the same but for single numbers."""
+        with fake_network("digits") as net, saved_bytes(net) as packed:
+            edm2.denoising_loss(CANDIDATES[candidate][0](net.train()), **inputs_for(net, 4)).sum()
+            expected = packed()
+        classes = count(candidate, "digits", 4, "train").classes
+        if candidate == "this project":  # in a step its weights are prepared beforehand
+            assert 0 < sum(entry.saved for entry in classes.values()) < expected
+        else:
+            assert sum(entry.saved for entry in classes.values()) == pytest.approx(expected, rel=1e-3)
+        assert max(classes, key=lambda name: classes[name].saved) in ("convolution", "pointwise")
+
+    def test_eager_starts_no_kernel_of_this_project(self):
+        for candidate in ("eager", "eager, channels-last"):
+            assert not any(launches_of(candidate, "digits", 2, phase) for phase in ("eval", "train"))
+        assert launches_of("this project", "digits", 2, "eval")
 
     def test_command(self):
         result = CliRunner().invoke(main, ["ledger", "--preset=digits", "--batch=128", "--phase=eval", "--json"])
@@ -317,7 +379,7 @@ class TestLedger:
         assert [x["candidate"] for x in ledgers] == ["eager", "eager, channels-last", "this project"]
         assert all(x["total"]["flops"] == sum(c["flops"] for c in x["classes"].values()) for x in ledgers)
         text = CliRunner().invoke(main, ["ledger", "--preset=digits", "--batch=128", "--candidate=eager"]).output
-        assert text.count("total") == 2 and "MB per image" in text and "conv_silu eager" in text
+        assert text.count("total") == 2 and "MB per image" in text and "resample eager" in text
 
     def test_unknown_preset(self):
         result = CliRunner().invoke(main, ["ledger", "--preset=digit"])

@@ -61,6 +61,11 @@ def kernels() -> list[dict]:
                     times = {"cuDNN": measured(least / (0.8 - 0.2 * i)), "edm2": measured(least / (0.25 + 0.01 * res + n / 5120))}
                     found.append(case(f"kernels/conv{k}x{k}/{kind}/{shape}", times, flops, traffic))
                 found.append(case(f"kernels/gemm/as-conv{k}x{k}/{shape}", {"cuBLAS": measured(flops / 650e12)}, flops, traffic))
+    for backward, name in enumerate(("forward", "backward")):
+        times = {"eager": measured(3e-3), "compile": measured(1e-3), "edm2": measured(4e-4 * (1 + backward))}
+        found.append(case(f"kernels/cosine_attention/{name}/n256-256x9", times, 4e10, 3e8))
+        times = {"eager": measured(2e-3), "compile": measured(9e-4), "edm2": measured(8e-4)}
+        found += [case(f"kernels/cat_silu/{name}/n256-{shape}", times, 0.0, 2.4e9) for shape in ("64x64-384-192", "32x32-384-384")]
     found.append(case("kernels/attention/n256-256x9", {"SDPA": measured(1e-3)}, 2e11, 3e8))
     return [*found, case("kernels/attention/n8-64x12", {"SDPA": {"failure": "no kernel | image"}}, 1e9, 1e7)]
 
@@ -138,17 +143,25 @@ class TestTables:
     def test_kernels_in_a_row_per_op(self, lines):
         rows = [line for line in lines if line.startswith(("| conv", "| gemm", "| attention", "| copy"))]
         assert len(rows) == 6 * 2 + 2 + 1 + 1 + 1
-        assert "| copy | copy | 1 | 4,000 GB/s (100%) | 4,000 GB/s (100%) | 100% |" in rows
+        assert "| copy | copy | 1 | 4,000 GB/s (100%) | 4,000 GB/s (100%) | 100% |  |" in rows
         assert next(row for row in rows if "attention" in row).startswith("| attention | SDPA | 1 of 2 | n256-256x9: 200 TFLOP/s (29%) |")
 
     def test_a_ceiling_is_that_which_is_nearer(self, lines):
         """A 1×1 convolution of few channels is bound by memory."""
         (row,) = (line for line in lines if line.startswith("| conv1x1/forward | edm2 |"))
-        assert row == "| conv1x1/forward | edm2 | 8 | n256-64x64-192-192: 3,760 GB/s (94%) | n8-8x8-768-768: 232 TFLOP/s (33%) | 52% |"
+        assert row == "| conv1x1/forward | edm2 | 8 | n256-64x64-192-192: 3,760 GB/s (94%) | n8-8x8-768-768: 232 TFLOP/s (33%) | 52% |  |"
+
+    def test_kernels_against_compile(self, lines):
+        """At the shape where that is least and most; shapes without a product by their share of the copy."""
+        (row,) = (line for line in lines if line.startswith("| cosine_attention/backward | edm2 |"))
+        assert row.endswith("| 1.25–1.25 |")
+        (row,) = (line for line in lines if line.startswith("| cat_silu/forward | edm2 | 2 |"))
+        assert "3,000 GB/s (75%)" in row and row.endswith("| 75% | 1.12–1.12 |")
 
     def test_what_is_missing_is_named(self, root, lines):
         (line,) = (line for line in lines if line.startswith("Unmeasured here"))
-        assert line == "Unmeasured here: training edm2-img512-xxs; training edm2-img512-l; training edm2-img512-xxl."
+        missing = [f"img512-{size}" for size in ("xxs", "l", "xxl")] + [f"img64-{size}" for size in ("xs", "s", "m", "l", "xl")]
+        assert line == f"Unmeasured here: {'; '.join(f'training edm2-{name}' for name in missing)}."
         store(root, [train("s", 64, {"edm2": None})], "nvidia-h100")
         update(root)
         text = (root / "README.md").read_text()
@@ -180,7 +193,9 @@ class TestPlots:
         assert list(panels) == [f"edm2-img512-{x}" for x in ("xs, batch 256", "s, batch 256", "m, batch 64", "xl, batch 256")]
         assert list(panels["edm2-img512-s, batch 256"])[2:] == ["compile", "compile max-autotune", "edm2"]
         assert panels["edm2-img512-s, batch 256"]["edm2"] == pytest.approx({"data": 10, "forward": 150, "backward": 290, "optimizer": 50})
-        assert shown["roofline"]["roof"] == CEILINGS and len(shown["roofline"]["points"]) == 16 * 7 + 2
+        assert shown["roofline"]["roof"] == CEILINGS and len(shown["roofline"]["points"]) == 16 * 7 + 2 + 2 * 3
+        streams = shown["roofline"]["streams"]
+        assert len(streams) == 2 * 2 * 3 and ("cat_silu/forward", "edm2", pytest.approx(3000)) in streams
         assert ("gemm", "cuBLAS", 2750, pytest.approx(687.5)) in shown["roofline"]["points"]
 
     def test_drawn_and_shown(self, root):

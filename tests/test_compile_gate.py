@@ -29,6 +29,12 @@ def test_limits(presets, capability):
     assert not failures, "\n".join(["", *failures])
 
 
+@pytest.mark.torture
+def test_limits_of_everything():
+    failures = broken(compile_presets(everything=True))
+    assert not failures, "\n".join(["", *failures])
+
+
 def test_table(presets):
     """A change to what kernels are compiled to shows in the table's diff."""
     if not table.PATH.exists():
@@ -138,10 +144,11 @@ def test_jobs_are_what_triton_tells_apart():
 
 
 def test_of_incomplete_cases_one_job_for_each_shape_class():
-    complete, other = CASES[0], CASES[-1]
+    complete, other = CASES[0], CASES[1]
     jobs = [job(launch(planted.failing_kernel, HALF, C=c, BLOCK=b), 90) for c, b in [(192, 1), (384, 1), (64, 1), (64, 2), (32, 2)]]
-    assert complete.complete and not other.complete
+    assert complete.complete == (90,) and not other.complete
     assert distinct([complete, other], [jobs[:2], jobs[1:]]) == [jobs[0], jobs[1], jobs[3]]
+    assert distinct([complete, other], [jobs[:2], jobs[1:]], everything=True) == jobs
 
 
 class TestTable:

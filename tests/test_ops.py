@@ -10,10 +10,10 @@ import kernels
 from kernels import reference
 from kernels.registration import on_triton
 from tests.conftest import relative_error
-from tests.op_cases import BAD, CASES, DTYPES, Case, assert_same, every_case
+from tests.op_cases import BAD, CASES, DTYPES, Case, every_case
 from tests.tolerances import ALIKE, EXACT
 
-pytestmark = pytest.mark.filterwarnings(r"ignore:.*(torch.float64|a raw weight of|a weight of shape):kernels.FallbackWarning")
+pytestmark = pytest.mark.filterwarnings(r"ignore:.*(torch.float64|a raw weight of|a weight of|t = 0):kernels.FallbackWarning")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -52,6 +52,7 @@ class Guarded:
 
     def patch(self, monkeypatch) -> None:
         """What the launchers allocate comes from here."""
+
         def new_empty(x: Tensor, *shape, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
             return self.empty(*shape, dtype=dtype or x.dtype, device=device or x.device)
 
@@ -69,14 +70,13 @@ def test_nothing_else_is_written_or_read(case, device, monkeypatch):
     if not on_triton(device):
         pytest.skip("no kernels: TRITON_INTERPRET=1 or a CUDA device")
     guarded = Guarded()
-    plain = case.inputs(torch.float32, device)
+    plain = case.inputs(case.kernel_dtype, device)
     inputs = [guarded.empty(x.shape, dtype=x.dtype, device=device).copy_(x.detach()).requires_grad_() for x in plain]
-    expected = case.run(reference, plain)
     with monkeypatch.context() as patched:
         guarded.patch(patched)
         actual = case.run(kernels, inputs)
     assert len(guarded.memory) >= len(actual) and guarded.intact()
-    assert_same(actual, expected)
+    case.compare(actual, plain)
 
 
 def test_weights_of_one_input(device):
@@ -111,6 +111,14 @@ SMALL = {
         [(1, 2, 2, 2), (9, 2, 2), (1, 2, 2, 2), (1, 2, 2, 1), (1, 2, 3)],
         {"cat_t": 0.4, "t": 0.3, "clip": 0.6},
     ),
+    "residual_branch": Case(
+        "residual_branch", [(2, 2, 2, 2), (9, 2, 2), (2, 2), (9, 2, 2), (2, 2, 2, 2)], {"t": 0.3, "clip": 0.6}
+    ),
+    "residual_branch_cat": Case(
+        "residual_branch_cat",
+        [(1, 2, 2, 3), (9, 2, 3), (1, 2), (9, 2, 2), (1, 2, 2, 2), (1, 2, 2, 1), (1, 2, 3)],
+        {"cat_t": 0.4, "t": 0.3, "clip": 0.6},
+    ),
     "cosine_attention": Case("cosine_attention", [(1, 2, 2, 2 * 3 * 2)], {"heads": 2}),
     "resample": Case("resample", [(1, 2, 1, 2)], {"mode": "up"}),
 }
@@ -142,21 +150,26 @@ def positions(x: Tensor) -> list[int]:
 @every_case
 @pytest.mark.parametrize("bad", BAD)
 def test_non_finite_values_propagate(case, bad, device):
-    for i in range(len(case.shapes)):
+    """Into outputs and gradients. (Of an infinite gain, where autograd forms Inf − Inf in the projection, into outputs only.)"""
+    for i, shape in enumerate(case.shapes):
         for position in positions(case.inputs(torch.float32)[i]):
-            inputs = case.inputs(torch.float32, device)
+            inputs = case.inputs(case.kernel_dtype, device)
             with torch.no_grad():
                 inputs[i].view(-1)[position] = bad
-            assert_same(*([*case.outputs(module, inputs)] for module in (kernels, reference)))
+            if case.op == "mp_weight" and shape in [(), (1,)]:
+                torch.testing.assert_close(*(case.outputs(module, inputs) for module in (kernels, reference)), equal_nan=True)
+            else:
+                case.check(kernels, inputs)
 
 
 @every_case
 @pytest.mark.parametrize("bad", BAD)
 def test_non_finite_gradients_propagate(case, bad, device):
-    inputs = case.inputs(torch.float32, device)
+    inputs = case.inputs(case.kernel_dtype, device)
     for output, y in enumerate(case.outputs(reference, inputs)):
         for position in positions(y):
-            assert_same(*(case.run(module, inputs, (output, position, bad)) for module in (kernels, reference)))
+            at = output, position, bad
+            case.compare(case.run(kernels, inputs, at), inputs, at)
 
 
 @every_dtype
@@ -166,9 +179,9 @@ def test_gradient_stops_where_the_output_is_at_the_clip(dtype, clip, device):
     at = torch.tensor(clip, dtype=torch.float64)
     step = torch.finfo(dtype).eps * 2.0 ** torch.floor(torch.log2(at)).item()  # between neighbours at the clip
     values = [clip, -clip, clip + step, -clip - step, clip - step, 2 * clip, 0, torch.inf]
-    residual = torch.tensor(values, dtype=dtype, device=device).reshape(1, 2, 2, 2)
+    residual = torch.tensor(values, dtype=dtype, device=device).reshape(1, 1, 1, 8)
     passes = torch.tensor([0, 0, 0, 0, 1, 0, 1, 0]).to(residual).reshape(residual.shape)
-    zeros, w, w_skip = torch.zeros_like(residual), residual.new_zeros(9, 2, 2), torch.eye(2, 4).to(residual)[None]
+    zeros, w, w_skip = torch.zeros_like(residual), residual.new_zeros(9, 8, 8), torch.eye(8, 16).to(residual)[None]
     calls = {
         "mp_sum": lambda r: kernels.mp_sum(r, zeros, t=0.0, clip=clip),  # weights 1 and 0
         "conv_sum": lambda r: kernels.conv_sum(zeros, w, r, t=0.0, clip=clip),

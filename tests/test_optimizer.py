@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import edm2
+from edm2.network import normalized_weights
+from edm2.weights import StepWeights
 from kernels.jit import recording
 from tests.conftest import Golden, relative_error, tiny_net
 
@@ -153,11 +155,31 @@ def test_one_launch_that_moves_each_tensor_once(stds):
             optimizer.step(0.01 * step, step * 4, 4)
     first, second = launches
     parameters = sum(p.numel() for p in net.parameters())
-    rows, tensors, roles = first.grid[0], len(list(net.parameters())), 4 + len(stds)
-    tables = rows * (8 + 4) + tensors * (8 + 8 * roles + 8) + 4 * len(stds)
+    rows, tensors, roles = first.grid[0], len(list(net.parameters())), 6 + len(stds)
+    tables = rows * (8 + 4) + tensors * (28 + 8 * roles + 8) + 4 * len(stds)
     assert first.bytes == parameters * (28 + 8 * len(stds)) + tables
     assert first.flops == 0 and rows == sum(len(p) if p.ndim else 1 for p in net.parameters())
     assert second.options == first.options and second.grid == first.grid, "a schedule compiles the kernel anew"
     for args in (first.args, second.args):
         assert all(isinstance(x, torch.Tensor) for x in args)
     assert [(x.dtype, x.shape) for x in first.args] == [(x.dtype, x.shape) for x in second.args]
+
+
+def test_the_same_launch_prepares_convolutions():
+    """2 bytes per parameter in half precision and the rows' lengths; only the others are prepared in the next step."""
+    net = tiny_net(dtype=torch.float16).train()
+    weights, launches = StepWeights(net), []
+    optimizers = [edm2.EDM2Optimizer(net), edm2.EDM2Optimizer(net, weights=weights)]
+    with recording(launches.append):
+        for optimizer in optimizers:
+            fill_gradients(net)
+            optimizer.step(0.01, 4, 4)
+        steps = len(launches)
+        with weights.prepared():
+            pass
+    aside = net.unet.out_conv.weight, net.unet.enc["8x8_conv"].weight  # a gain; an odd number of channels
+    normalized = normalized_weights(net)
+    convolutions = [p for p in normalized if p.ndim == 4 and all(p is not x for x in aside)]
+    plain, fused = launches[:steps]
+    assert fused.bytes - plain.bytes == sum(2 * p.numel() + 4 * len(p) for p in convolutions)
+    assert sum(launch.grid[0] for launch in launches[steps:]) == sum(map(len, normalized)) - sum(map(len, convolutions))

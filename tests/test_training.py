@@ -132,6 +132,11 @@ def run_steps(config, steps=3):
     return trainer
 
 
+def test_the_optimizer_prepares_the_weights_of_the_run(config):
+    trainer = Trainer(config, Processes(0, 1, CPU))
+    assert trainer.optimizer.weights is trainer.weights and trainer.weights.net is trainer.net
+
+
 def test_accumulation_changes_nothing(config):
     whole, parts = run_steps(config), run_steps(replace(config, batch_gpu=4))
     for (name, a), b in zip(whole.net.named_parameters(), parts.net.parameters()):

@@ -38,7 +38,7 @@ def gradients(net: edm2.Precond) -> dict[str, Tensor]:
 def test_training_step(dtype, device):
     """Every kind of block (down, skip, up, attention) with the weights prepared for the step, against the reference in
     fp32. Few channels: an interpreted kernel takes 10 ms for each row of a weight."""
-    net = tiny_net(model_channels=4, dtype=dtype).to(device).train()
+    net = tiny_net(model_channels=8, dtype=dtype).to(device).train()
     generator = torch.Generator().manual_seed(1)
     images, noise = torch.randn(2, 2, 2, 8, 8, generator=generator).to(device)
     batch = {"images": images, "sigma": torch.tensor([0.3, 3.0], device=device), "noise": noise, "labels": torch.eye(5, device=device)[:2]}
@@ -60,7 +60,7 @@ def test_training_step(dtype, device):
 
 def test_evaluation(device):
     """As a user evaluates, each weight prepared where it is used."""
-    net = tiny_net(model_channels=4, dtype=torch.float32).to(device)
+    net = tiny_net(model_channels=8, dtype=torch.float32).to(device)
     x = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(1)).to(device)
     with torch.no_grad():
         actual, expected = (call(x, 0.7, return_logvar=True) for call in (net, Baseline(net)))

@@ -76,11 +76,11 @@ def _prepare() -> None:
     knobs.nvidia.dump_ptxas_log = True
 
 
-def compile_presets() -> dict[Job, Facts]:
-    """Every kernel that the presets launch."""
+def compile_presets(everything: bool = False) -> dict[Job, Facts]:
+    """The kernels that the presets launch; without `everything`, of most only one for each shape class."""
     pairs = [(case, capability) for case in CASES for capability in CAPABILITIES]
     with workers() as pool:
-        jobs = distinct([case for case, _ in pairs], list(pool.map(collect, *zip(*pairs))))
+        jobs = distinct([case for case, _ in pairs], list(pool.map(collect, *zip(*pairs))), everything)
         return compile_all(pool, jobs)
 
 

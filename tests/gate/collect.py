@@ -15,28 +15,29 @@ from kernels.jit import Launch
 from kernels.tracing import OnGPU
 
 CAPABILITIES = (80, 90, 100)
-CHANNELS = re.compile("C[A-Z]?|C_?IN|C_?OUT|HEADS|SCALE_.*")  # constants of a kernel that follow from channel counts
+CHANNELS = re.compile("C[A-Z]?|K[A-Z]?|STRIDE.*|C_?IN|C_?OUT|HEADS|SCALE_.*")  # constants that follow from channel counts
+FORMS = re.compile("B[IHW]|FLAT")  # and those of the form of a tile's pixels
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network, a batch and a compute dtype. Of a `complete` one, every launch is compiled."""
+    """A network, a batch and a compute dtype. Every launch is compiled for the architectures for which it is `complete`."""
 
     preset: str
     batch: int
     dtype: torch.dtype = torch.float16
-    complete: bool = False
+    complete: tuple[int, ...] = ()
 
     @property
     def network(self) -> dict[str, int]:
         """The others' blocks of one level differ in nothing but channel counts: one is enough."""
-        return {} if self.complete else {"num_blocks": 1}
+        return {} if self.preset == "edm2-img512-s" else {"num_blocks": 1}
 
 
 WIDEST_FIRST = ("xxl", "xl", "l", "m", "xs", "xxs")
 CASES = [
-    Case("edm2-img512-s", 256, complete=True),
-    Case("edm2-img512-s", 8, complete=True),
+    Case("edm2-img512-s", 256, complete=(90,)),
+    Case("edm2-img512-s", 8),
     *(Case(f"edm2-img512-{size}", 8) for size in WIDEST_FIRST),
     Case("digits", 128),
     Case("digits", 128, torch.bfloat16),
@@ -74,9 +75,10 @@ class Job:
 
     @property
     def shape_class(self) -> tuple[Any, ...]:
-        """What jobs share that differ in their channel counts and numbers only."""
-        types = tuple(x for x in self.args if not isinstance(x, int))
-        return self.capability, self.name, types, tuple(x for x in self.options if not CHANNELS.fullmatch(x[0]))
+        """What jobs share that differ in their channel counts, numbers and forms of pixels only."""
+        types = tuple(x.dtype if isinstance(x, Box) else x for x in self.args if not isinstance(x, int))
+        options = tuple(x for x in self.options if not CHANNELS.fullmatch(x[0]) and not FORMS.fullmatch(x[0]))
+        return self.capability, self.name, types, options
 
     def __str__(self) -> str:
         return f"sm_{self.capability} {self.name}({self.arguments}) {self.constants}"
@@ -85,18 +87,18 @@ class Job:
 def job(launch: Launch, capability: int) -> Job:
     """What Triton compiles for a launch; launches that share the code give equal jobs."""
     kernel = launch.kernel
-    args = tuple(x if p.is_constexpr else _kind(x) for x, p in zip(launch.args, kernel.params))
+    args = tuple(x if p.is_constexpr else _kind(x, p.do_not_specialize) for x, p in zip(launch.args, kernel.params))
     return Job(capability, kernel.__module__, kernel.__name__, args, tuple(launch.options.items()))
 
 
-def _kind(arg: Any) -> Any:
-    """A stand-in that Triton specialises on in the same way: of integers, on being 1, a multiple of 16 or wide."""
+def _kind(arg: Any, general: bool) -> Any:
+    """A stand-in that Triton specialises on in the same way: of integers, unless `general`, on being 1, a multiple of 16 or wide."""
     if isinstance(arg, torch.Tensor):
         return arg.dtype
     if hasattr(arg, "block_shape"):
         return Box(arg.base.dtype, tuple(arg.block_shape))
-    if isinstance(arg, int) and arg != 1 and not isinstance(arg, bool):
-        return (16 if arg % 16 == 0 else 17) + (2**32 if arg >= 2**31 else 0)
+    if isinstance(arg, int) and not isinstance(arg, bool) and (arg != 1 or general):
+        return (17 if general else 16 if arg % 16 == 0 else 17) + (2**32 if arg >= 2**31 else 0)
     return 0.5 if isinstance(arg, float) else arg
 
 
@@ -109,7 +111,8 @@ def launches(case: Case, capability: int) -> list[Launch]:
     found: list[Launch] = []
     with FakeTensorMode():
         net = edm2.build(case.preset, *data_size(case.preset), dtype=case.dtype, **case.network)
-        inputs, weights, optimizer = inputs_for(net, case.batch), StepWeights(net), edm2.EDM2Optimizer(net)
+        inputs, weights = inputs_for(net, case.batch), StepWeights(net)
+        optimizer = edm2.EDM2Optimizer(net, weights=weights)
         with OnGPU(found.append, capability):
             with weights.prepared():
                 edm2.denoising_loss(net.train(), **inputs).sum().backward()
@@ -125,13 +128,13 @@ def collect(case: Case, capability: int) -> list[Job]:
     return list(dict.fromkeys(job(launch, capability) for launch in launches(case, capability)))
 
 
-def distinct(cases: list[Case], found: list[list[Job]]) -> list[Job]:
-    """All jobs of complete cases, and of the others one for each shape class."""
+def distinct(cases: list[Case], found: list[list[Job]], everything: bool = False) -> list[Job]:
+    """All jobs of complete cases, or of all, and of the others one for each shape class."""
     chosen: dict[Job, None] = {}
     classes = set()
     for case, jobs in zip(cases, found):
         for x in jobs:
-            if case.complete or x.shape_class not in classes:
+            if everything or x.capability in case.complete or x.shape_class not in classes:
                 chosen[x] = None
                 classes.add(x.shape_class)
     return list(chosen)

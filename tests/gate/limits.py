@@ -8,6 +8,7 @@ from tests.gate.collect import Job
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes per block that the hardware grants
 TENSOR_MEMORY = 512  # columns
 SPILLED = 32  # bytes, outside of the loops that matter
+FROM_REGISTERS = {"cosine_attention_backward_kernel"}  # normalised there before they are multiplied
 REGISTERS = 32  # as few, next to matrix products, are a register allocation that failed
 
 
@@ -18,6 +19,8 @@ def violations(job: Job, facts: Facts) -> Iterator[str]:
         return
     yield from facts.warnings
     yield from _bad_code(facts)
+    if facts.loaded_operands and job.name not in FROM_REGISTERS:
+        yield f"{facts.loaded_operands} operands of matrix products loaded into registers in a loop"
     if facts.spilled > SPILLED:
         yield f"{facts.spilled} bytes spilled, at most {SPILLED} are let pass"
     if facts.shared > SHARED[job.capability]:
@@ -31,8 +34,6 @@ def _bad_code(facts: Facts) -> Iterator[str]:
         yield "holds a trap"
     if facts.spills_in_loops:
         yield f"{facts.spills_in_loops} spills in a loop that holds tensor-core instructions"
-    if facts.loaded_operands:
-        yield f"{facts.loaded_operands} operands of matrix products loaded into registers in a loop"
     if facts.wants_products and not facts.products:
         yield "no tensor-core instruction for its matrix products"
     if facts.wants_products and facts.registers <= REGISTERS:

@@ -1,0 +1,134 @@
+"""Tiles of the convolutions, as data with the reasons beside them: no timings yet, but what compiles without spills.
+
+What decides in large convolutions is by all counts the traffic between L2 and the multiprocessors: a tile of M × N needs
+4,096·(M + N)/(M·N) bytes per clock at the full rate of Hopper's tensor cores. `RATE` of them is what to expect, so that
+wide tiles are worth some padding.
+"""
+
+from dataclasses import dataclass
+
+import triton
+
+RATE = 35  # bytes per clock and multiprocessor, an assumption: about 6 TB/s on an H100
+MULTIPROCESSORS = 132  # that work is divided for; a constant, so that sums have one order on every device
+
+
+@dataclass(frozen=True)
+class ConvTile:
+    """Output channels (of one or two accumulators) × pixels per program, input channels per step, warps, stages."""
+
+    channels: tuple[int, int]
+    pixels: int
+    block_k: int
+    warps: int
+    stages: int
+    boxes: bool = True  # through tensor descriptors
+
+    def box(self, height: int, width: int) -> tuple[int, int, int]:
+        """Images, rows and columns of a program's pixels. They divide into quarters of whole rows."""
+        bw = min(16, triton.next_power_of_2(width))
+        bh = min(self.pixels // bw, triton.next_power_of_2(height))
+        return self.pixels // (bw * bh), bh, bw
+
+
+@dataclass(frozen=True)
+class WgradTile:
+    """Output × input channels (each in one or two parts) per program, pixels per step, warps, stages."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    pixels: int
+    warps: int
+    stages: int
+    boxes: bool = True
+
+    def box(self, height: int, width: int) -> tuple[tuple[int, int, int], bool]:
+        """Images, rows and columns of a step's pixels, and whether these are consecutive in memory.
+
+        If not they are of one row: descriptors of other boxes would send the gradient through registers.
+        """
+        if width & (width - 1) == 0 and width < self.pixels:
+            bh = min(self.pixels // width, triton.next_power_of_2(height))
+            bi = self.pixels // (width * bh)
+            if height % bh == 0 and (bi == 1 or bh == height):
+                return (bi, bh, width), True
+        return (1, 1, min(self.pixels, max(16, triton.next_power_of_2(width)))), False
+
+
+# Kind of matrix product → tiles of each number of channels, the most pixels first. Fewer pixels are for small batches,
+# which would leave multiprocessors idle; channels and steps never follow the batch, so that it cannot change a sum.
+# Registers and shared memory of sm_90 (Triton 3.9), over all epilogues.
+CONV: dict[str, list[list[ConvTile]]] = {
+    "wgmma": [
+        # 37 bytes per clock, the least of all that fit. 234 to 255 registers, 168 KB
+        [ConvTile((128, 64), 256, 64, 8, 3), ConvTile((128, 64), 128, 64, 8, 4), ConvTile((128, 64), 64, 64, 4, 4)],
+        # 48. 155 to 255, 144 KB
+        [ConvTile((128, 0), 256, 64, 8, 3), ConvTile((128, 0), 128, 64, 8, 4), ConvTile((128, 0), 64, 64, 4, 4)],
+        # 80. Two programs per multiprocessor, 80 KB: for narrow networks and the last convolution
+        [ConvTile((64, 0), 256, 64, 4, 2), ConvTile((64, 0), 128, 64, 4, 4), ConvTile((64, 0), 64, 64, 4, 6)],
+    ],
+    # Two programs per multiprocessor, 24 to 32 KB: fits consumer cards. sm_80: 128 to 178 registers
+    "mma": [
+        [ConvTile((128, 0), 128, 32, 8, 3, False), ConvTile((128, 0), 64, 32, 4, 3, False)],
+        [ConvTile((64, 0), 128, 32, 4, 3, False), ConvTile((64, 0), 64, 32, 4, 3, False)],
+    ],
+}
+WGRAD: dict[str, list[WgradTile]] = {
+    "wgmma": [
+        WgradTile((128, 64), (128, 64), 64, 8, 3),  # 43 bytes per clock. 172 registers, 144 KB
+        WgradTile((128, 0), (256, 0), 64, 8, 3),  # 48
+        WgradTile((128, 0), (128, 0), 64, 8, 3),  # 64
+        WgradTile((64, 0), (128, 64), 64, 4, 3),  # 85
+        WgradTile((128, 64), (64, 0), 64, 4, 3),
+        WgradTile((64, 0), (64, 0), 64, 4, 3),  # 128
+    ],
+    "mma": [WgradTile((128, 0), (128, 0), 32, 8, 3, False), WgradTile((64, 0), (64, 0), 32, 4, 3, False)],
+}
+
+
+# Where cuDNN or cuBLAS and a pass for the epilogue win in training, with the figure that shows it: (kind, "forward",
+# "input gradient" or "weight gradient", taps, height, width, input and output channels of what is computed). Not measured yet.
+LIBRARY: set[tuple[str, str, int, int, int, int, int]] = set()
+
+
+def by_library(capability: int, op: str, taps: int, height: int, width: int, depth: int, channels: int) -> bool:
+    return (kind(capability), op, taps, height, width, depth, channels) in LIBRARY
+
+
+def kind(capability: int) -> str:
+    """sm_90 to sm_110 have wgmma or tcgen05 and 227 KB; others mma, down to 99 KB."""
+    return "wgmma" if 90 <= capability < 120 else "mma"
+
+
+def library(itemsize: int) -> bool:
+    """Does the library convolve? In fp32: at full precision tensor cores compute nothing, and nothing is to be gained."""
+    return itemsize == 4
+
+
+def conv(capability: int, pixels: int, channels: int) -> ConvTile:
+    """For `channels` at `pixels`."""
+    tiles = min(CONV[kind(capability)], key=lambda tiles: _cost(channels, sum(tiles[0].channels), tiles[0].pixels))
+    blocks = -(-channels // sum(tiles[0].channels))
+    return next((x for x in tiles if blocks * (pixels // x.pixels) > 0.9 * MULTIPROCESSORS), tiles[-1])
+
+
+def wgrad(capability: int, channels: int, depth: int) -> WgradTile:
+    """For a gradient of `channels` × `depth`."""
+    return min(
+        WGRAD[kind(capability)],
+        key=lambda x: _cost(channels, sum(x.rows), sum(x.columns)) * _padded(depth, sum(x.columns)) / depth,
+    )
+
+
+def splits(tiles: int, steps: int) -> int:
+    """Among how many programs the steps of each tile are divided: three waves of programs, if there are steps for them."""
+    return max(1, min(3 * MULTIPROCESSORS // tiles, steps // 4))
+
+
+def _cost(channels: int, m: int, n: int) -> float:
+    """Of computing `channels` by tiles of m × n."""
+    return _padded(channels, m) * max(1.0, 4096 * (m + n) / (m * n) / RATE)
+
+
+def _padded(size: int, block: int) -> int:
+    return -(-size // block) * block

@@ -1,0 +1,178 @@
+"""The convolution ops by kernels. Their signatures, outputs and meaning are those of `kernels.eager`.
+
+g′ is the gradient of an output where the clip let it pass, times MP-Sum's factor of the residual: at once the gradient of
+the residual and what the convolutions of the backward read.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import conv_tiles, eager
+from kernels.convolve import Source, convolve
+from kernels.jit import is_recording
+from kernels.modulation import masked_gradient, modulated_silu_backward
+from kernels.reference import cat_scales
+from kernels.wgrad import weight_gradient
+
+ALIGNMENT = 16  # bytes, of every row that a descriptor reaches
+
+
+def by_table(op: Callable) -> Callable:
+    """The library's convolutions in place of kernels, where the table of tiles says so."""
+
+    @wraps(op)
+    def run(x: Tensor, *args: Any) -> Any:
+        return getattr(eager, op.__name__)(x, *args) if conv_tiles.library(x.element_size()) else op(x, *args)
+
+    return run
+
+
+@by_table
+def conv(x: Tensor, w: Tensor, master: Tensor | None = None) -> Tensor:
+    """Any number of channels: they are padded to whole 16 bytes, which few, in the first and the last layer, cost little."""
+    channels = w.shape[1]
+    y, _ = convolve(_dense(_padded(x)), _padded(w, rows=True))
+    return y if y.shape[3] == channels else y[..., :channels].contiguous()
+
+
+@by_table
+def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tuple[Tensor, Tensor]:
+    (taps, rows, columns), g = w.shape, _dense(_padded(g))
+    dw = weight_gradient(g, _dense(_padded(x)), taps)
+    if dw.shape != w.shape:
+        dw = dw[:, :rows, :columns].contiguous()
+    if not with_dx:
+        return x.new_empty(0), dw
+    dx, _ = convolve(g, _padded(w, rows=True), transposed=True, training=True)
+    return dx if dx.shape == x.shape else dx[..., :columns].contiguous(), dw
+
+
+@by_table
+def conv_silu(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
+    v, u = convolve(_dense(x), _dense(w), "silu", m=_rows(m), with_extra=saves, training=saves)
+    return v, v.new_empty(0) if u is None else u
+
+
+@by_table
+def conv_silu_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    du, dm = modulated_silu_backward(g, u, m.contiguous())
+    return *conv_backward(du, x, w), dm
+
+
+@by_table
+def conv_sum(x: Tensor, w: Tensor, master: Tensor | None, residual: Tensor, t: float, clip: float | None) -> Tensor:
+    return _sum(x, w, residual, t, clip)
+
+
+def _sum(x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | None, training: bool = False) -> Tensor:
+    scale, scale_conv = eager.sum_scales(t)
+    factors = dict(scale=scale_conv, scale_aux=scale, clip=clip)
+    return convolve(_dense(x), _dense(w), aux=_dense(residual), **factors, training=training)[0]
+
+
+@by_table
+def conv_sum_backward(
+    g: Tensor, x: Tensor, w: Tensor, y: Tensor | None, t: float, clip: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale, scale_conv = eager.sum_scales(t)
+    g, factor = masked_gradient(g, y, scale, clip), scale_conv / scale
+    dx, _ = convolve(g, _dense(w), transposed=True, scale=factor, training=True)
+    return dx, weight_gradient(g, _dense(x), w.shape[0], factor), g
+
+
+@by_table
+def conv_cat_sum(
+    x: Tensor, w: Tensor, master: Tensor | None, a: Tensor, b: Tensor, w_skip: Tensor, master_skip: Tensor | None,
+    cat_t: float, t: float, clip: float | None,
+) -> Tensor:  # fmt: skip
+    (scale, scale_conv), (scale_a, scale_b) = eager.sum_scales(t), cat_scales(a.shape[3], b.shape[3], cat_t)
+    parts = w_skip.split([a.shape[3], b.shape[3]], dim=2)
+    w_a, w_b = (part * (scale * s / scale_conv) for part, s in zip(parts, (scale_a, scale_b)))
+    sources = [Source(_dense(a), w_a), Source(_dense(b), w_b)]
+    return convolve(_dense(x), _dense(w), sources=sources, scale=scale_conv, clip=clip)[0]
+
+
+@by_table
+def conv_cat_sum_backward(
+    g: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, y: Tensor | None, cat_t: float,
+    t: float, clip: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dx, dw, g = conv_sum_backward(g, x, w, y, t, clip)
+    return dx, dw, *_skip_backward(g, a, b, w_skip, cat_t)
+
+
+@by_table
+def residual_branch(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None, residual: Tensor,
+    t: float, clip: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    v, u = conv_silu(x, w0, master0, m, saves)
+    return _sum(v, w1, residual, t, clip, training=saves), *_saved(v, u, saves)
+
+
+@by_table
+def residual_branch_backward(
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, v: Tensor, u: Tensor, y: Tensor | None,
+    t: float, clip: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    scale, scale_conv = eager.sum_scales(t)
+    g, factor = masked_gradient(g, y, scale, clip), scale_conv / scale
+    dw1 = weight_gradient(g, v, w1.shape[0], factor)
+    du, dm = convolve(g, _dense(w1), "silu_grad", transposed=True, scale=factor, aux=u, m=_rows(m), training=True)
+    return *conv_backward(du, x, w0), dm, dw1, g
+
+
+@by_table
+def residual_branch_cat(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None, a: Tensor, b: Tensor,
+    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    v, u = conv_silu(x, w0, master0, m, saves)
+    return conv_cat_sum(v, w1, master1, a, b, w_skip, master_skip, cat_t, t, clip), *_saved(v, u, saves)
+
+
+@by_table
+def residual_branch_cat_backward(
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, v: Tensor, u: Tensor,
+    y: Tensor | None, cat_t: float, t: float, clip: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    *grads, g = residual_branch_backward(g, x, w0, m, w1, v, u, y, t, clip)
+    return *grads, *_skip_backward(g, a, b, w_skip, cat_t)
+
+
+def _skip_backward(g: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the 1×1 convolution of MP-Cat."""
+    channels = [a.shape[3], b.shape[3]]
+    dw_skip = eager.gradient_like(w_skip)
+    parts = zip((a, b), w_skip.split(channels, dim=2), dw_skip.split(channels, dim=2), cat_scales(*channels, cat_t))
+    dx = []
+    for source, w, dw, scale in parts:
+        weight_gradient(g, _dense(source), 1, scale, out=dw)
+        dx.append(convolve(g, w, transposed=True, scale=scale)[0])
+    return *dx, dw_skip
+
+
+def _saved(v: Tensor, u: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
+    return (v, u) if saves else (u, u.new_empty(0))
+
+
+def _padded(x: Tensor, rows: bool = False) -> Tensor:
+    """Zero channels after the last, up to whole 16 bytes; also zero rows of a weight."""
+    step = ALIGNMENT // x.element_size()
+    pad = [0, -x.shape[-1] % step] + ([0, -x.shape[-2] % step] if rows else [])
+    return F.pad(x, pad) if any(pad) else x
+
+
+def _rows(m: Tensor) -> Tensor:
+    """Rows may lie apart: m is a part of all blocks' modulations."""
+    return m if m.stride(1) == 1 else m.contiguous()
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Contiguous at an aligned address, as PyTorch allocates but some views are not."""
+    aligned = is_recording() or x.data_ptr() % ALIGNMENT == 0
+    return x if aligned and x.is_contiguous() else x.contiguous() if not x.is_contiguous() else x.clone()

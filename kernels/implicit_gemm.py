@@ -1,0 +1,107 @@
+"""Convolution as implicit GEMM: accᵀ[channels, pixels] = Σ over taps and input channels of W · Xᵀ.
+
+P output pixels, a box [BI, BH, BW] of images, rows and columns, and BN0 + BN1 channels of C per program; BLOCK_K input
+channels of K per step. On Hopper and Blackwell, tensors are reached through 4-D descriptors, whose boxes are 0 outside
+of the image: that is all of im2col and of the padding. On others (BOXES = False) by pointers and masks.
+
+W lies as `[taps, C, K]`; the input gradient (TRANSPOSED) is the same loop over `[taps, K, C]` with the taps reversed. Two
+accumulators make exact tiles of 192 channels. `kernels.convolve` launches it.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.epilogue import finish
+from kernels.pixels import load_pixels
+
+
+@triton.jit(do_not_specialize=["N", "H", "W", "stride_m"])  # one binary for all sizes
+def conv_kernel(
+    x, w0, w1, a, wa0, wa1, b, wb0, wb1, y0, y1, extra0, extra1, aux0, aux1, act0, act1, m_ptr, dm_ptr,
+    N, H, W, stride_m, scale, scale_aux, scale_act,
+    K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr,
+    EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BLOCK_K: tl.constexpr,
+    BOXES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """x `[N, H, W, K]` with 9 or 1 TAPS, then sources a and b with 1, if given. See `finish` for the EPILOGUEs."""
+    tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
+    tiles_c: tl.constexpr = (C + BN0 + BN1 - 1) // (BN0 + BN1)
+    c, tile = tl.program_id(0) % tiles_c * (BN0 + BN1), tl.program_id(0) // tiles_c
+    n, part = tile // (tiles_h * tiles_w) * BI, tile % (tiles_h * tiles_w)
+    h, w = part // tiles_w * BH, part % tiles_w * BW
+
+    acc0 = tl.zeros([BN0, BI * BH * BW], tl.float32)
+    acc1 = tl.zeros([BN1 if BN1 > 0 else 1, BI * BH * BW], tl.float32)
+    acc0, acc1 = accumulate(
+        acc0, acc1, x, w0, w1, n, h, w, c, N, H, W,
+        K, C, STRIDE_W, TAPS, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+    )  # fmt: skip
+    if a is not None:
+        acc0, acc1 = accumulate(
+            acc0, acc1, a, wa0, wa1, n, h, w, c, N, H, W,
+            KA, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+        )  # fmt: skip
+    if b is not None:
+        acc0, acc1 = accumulate(
+            acc0, acc1, b, wb0, wb1, n, h, w, c, N, H, W,
+            KB, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+        )  # fmt: skip
+    if a is None:
+        factor = scale
+    else:  # in quarters it would spill, and without sources it would here
+        acc0, acc1, factor = acc0 * scale, acc1 * scale, 1.0
+    if BN1 > 0:  # the smaller accumulator first: fewer registers
+        finish(
+            acc1, y1, extra1, aux1, act1, m_ptr, dm_ptr, n, h, w, c + BN0, part, N, H, W, stride_m, factor, scale_aux, scale_act,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN1, BOXES, STAGES,
+        )  # fmt: skip
+    finish(
+        acc0, y0, extra0, aux0, act0, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, factor, scale_aux, scale_act,
+        C, EPILOGUE, CLIP, BI, BH, BW, BN0, BOXES, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def accumulate(
+    acc0, acc1, x, w0, w1, n, h, w, c, N, H, W,
+    K: tl.constexpr, C: tl.constexpr, STRIDE_W: tl.constexpr, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BLOCK_K: tl.constexpr,
+    BOXES: tl.constexpr,
+):  # fmt: skip
+    """Add one source's products: taps one after the other, each over its channels."""
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    for step in range(TAPS * steps):
+        tap, k = step // steps, step % steps * BLOCK_K
+        dh, dw = tap // 3 - (TAPS // 9), tap % 3 - (TAPS // 9)
+        pixels = load_pixels(x, n, h + dh, w + dw, k, N, H, W, K, BI, BH, BW, BLOCK_K, BOXES).T  # [BLOCK_K, P]
+        if TRANSPOSED:
+            tap = TAPS - 1 - tap
+        rows = load_weight(w0, tap, c, k, C, K, STRIDE_W, TRANSPOSED, BN0, BLOCK_K, BOXES)  # [BN0, BLOCK_K]
+        acc0 = tl.dot(rows, pixels, acc0, input_precision="ieee")
+        if BN1 > 0:
+            rows1 = load_weight(w1, tap, c + BN0, k, C, K, STRIDE_W, TRANSPOSED, BN1, BLOCK_K, BOXES)
+            acc1 = tl.dot(rows1, pixels, acc1, input_precision="ieee")
+    return acc0, acc1
+
+
+@triton.jit
+def load_weight(
+    w, tap, c, k,
+    C: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BN: tl.constexpr, BLOCK_K: tl.constexpr, BOXES: tl.constexpr,
+):  # fmt: skip
+    """[BN, BLOCK_K] of a tap, rows STRIDE elements apart. By pointers it comes transposed from memory, where it must."""
+    if BOXES:
+        if TRANSPOSED:
+            return w.load([tap, k, c]).reshape(BLOCK_K, BN).T
+        else:
+            return w.load([tap, c, k]).reshape(BN, BLOCK_K)
+    else:
+        offs_c, offs_k = (c + tl.arange(0, BN))[:, None], (k + tl.arange(0, BLOCK_K))[None, :]
+        if TRANSPOSED:
+            offs = (tap * K + offs_k) * STRIDE + offs_c
+        else:
+            offs = (tap * C + offs_c) * STRIDE + offs_k
+        return tl.load(w + offs, (offs_c < C) & (offs_k < K), other=0.0)
