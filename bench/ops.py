@@ -162,8 +162,10 @@ def _call(op: str, x: Tensor, *rest: Any) -> Call | None:
         return None
     if op == "pixel_norm_silu":
         return Call("down_" * rest[0] + op, (shape,), (), x.dtype)
-    if op == "cat_silu":
-        return Call(op, (shape, tuple(rest[0].shape)), rest[1:], x.dtype)
+    if op in ("cat_silu", "residual_branch_cat"):  # of a block of the decoder, what precedes its convolutions
+        return Call("cat_silu", (shape, tuple(rest[0].shape)), rest[1:2] if op == "cat_silu" else rest[8:9], x.dtype)
+    if op == "residual_branch_silu":
+        return Call("mp_silu", (shape,), (), x.dtype)
     return Call(op, (shape,), rest, x.dtype) if op in ("mp_silu", "cosine_attention") else None
 
 

@@ -1,16 +1,16 @@
 """EDM2 diffusion models: networks, training, post-hoc EMA and sampling."""
 
+from importlib import import_module
+from typing import Any
+
 from edm2 import phema
 from edm2.config import TrainingConfig
 from edm2.errors import UserError
-from edm2.generate import generate_images
 from edm2.loss import EDM2Loss, denoising_loss
 from edm2.network import Precond, force_weight_norm_
 from edm2.optimizer import EDM2Optimizer, learning_rate_schedule
 from edm2.presets import PRESETS, build
 from edm2.sampler import edm_sampler
-from edm2.snapshot import load_snapshot, save_snapshot
-from edm2.training import train
 from edm2.version import __version__
 
 __all__ = [
@@ -32,3 +32,12 @@ __all__ = [
     "save_snapshot",
     "train",
 ]
+
+# What works on files is imported when it is asked for: networks, losses and optimizers need no more than PyTorch and NumPy.
+_ON_DEMAND = {"generate_images": "generate", "load_snapshot": "snapshot", "save_snapshot": "snapshot", "train": "training"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)

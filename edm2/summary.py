@@ -56,9 +56,10 @@ def _loss_bytes(net: Precond, n: int) -> int:
 def saved_bytes(net: nn.Module) -> Iterator[Callable[[], int]]:
     """Within it, autograd's saved tensors are counted; the result gives their bytes.
 
-    Each storage counts once, those of the network's parameters not at all.
+    Activations only: each storage counts once, those of the network's parameters and of the weights prepared from them
+    for a whole step (`edm2.weights`) not at all.
     """
-    own = {p.untyped_storage()._cdata for p in net.parameters()}
+    own = {x.untyped_storage()._cdata for x in (*net.parameters(), *_prepared_weights(net))}
     kept: dict[int, Tensor] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -67,3 +68,10 @@ def saved_bytes(net: nn.Module) -> Iterator[Callable[[], int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         yield lambda: sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in own)
+
+
+def _prepared_weights(net: nn.Module) -> Iterator[Tensor]:
+    for module in net.modules():
+        for weight in (getattr(module, name, None) for name in ("prepared", "prepared_modulation")):
+            if weight is not None:
+                yield weight.value

@@ -21,10 +21,9 @@ if find_spec("triton"):
         residual_branch_cat,
         residual_branch_silu,
     )
-    from kernels.eager import resample
     from kernels.linear import linear
     from kernels.pixel_norm import down_pixel_norm_silu, pixel_norm_silu
-    from kernels.pointwise import cat_silu, mp_silu, mp_sum
+    from kernels.pointwise import cat_silu, mp_silu, mp_sum, resample
     from kernels.weight import mp_weight
 else:
     from kernels.reference import (

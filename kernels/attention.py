@@ -125,6 +125,10 @@ def cosine_attention_backward_kernel(
     delta = tl.sum(g.to(tl.float32) * y.to(tl.float32), axis=1)
     lse = load_lse(lse_ptr + (image * HEADS + head) * T, offs_m, T)
     q = load_normalized(q_ptr, offs_m, offs_d, 3 * HEADS * D, T, D)[0].to(g.dtype)
+    if T > BLOCK_N:  # operands that come straight from memory stay out of registers: sm_90 would reload q in each step
+        store_rows(dq_ptr, q, offs_m, offs_d, 3 * HEADS * D, T, D)
+        tl.debug_barrier()  # what one thread has written another reads
+        q = load_rows(dq_ptr, offs_m, offs_d, 3 * HEADS * D, T, D)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, T, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
@@ -293,6 +297,6 @@ register_derivative(_attention, _save, lambda ctx, g, _: (_attention_backward(g.
 def cosine_attention(qkv: Tensor, heads: int) -> Tensor:
     """qkv `[N, H, W, heads·3·D]`, channels (head, q|k|v, D) → `[N, H, W, heads·D]`. |q| ≤ sqrt(D), so logits lie in ±sqrt(D)."""
     check_activation("qkv", qkv)
-    if qkv.shape[-1] % (3 * heads):
+    if heads < 1 or qkv.shape[-1] % (3 * heads):
         raise ValueError(f"qkv: {qkv.shape[-1]} channels are not a multiple of 3 × {heads} heads")
     return _attention(qkv, heads)[0]

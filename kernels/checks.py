@@ -1,19 +1,30 @@
 """What every op asks of its arguments: one clear line that names the argument and what it got."""
 
+import torch
 from torch import Tensor
 
 
 def check_activation(name: str, x: Tensor) -> None:
-    """`[N, H, W, C]`, contiguous, floating point."""
-    if x.ndim != 4:
+    """`[N, H, W, C]`, contiguous, floating point, of at least one channel."""
+    if x.ndim != 4 or not x.shape[3]:
         raise ValueError(f"{name}: expected [N, H, W, C], got {list(x.shape)}")
     check_dense(name, x)
 
 
+def check_even(name: str, x: Tensor) -> None:
+    """An activation whose H and W can be halved."""
+    if x.shape[1] % 2 or x.shape[2] % 2:
+        raise ValueError(f"{name}: expected even H and W, got {list(x.shape)}")
+
+
+def check_floating(name: str, dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise TypeError(f"{name}: expected floating point, got {dtype}")
+
+
 def check_dense(name: str, x: Tensor) -> None:
     """Contiguous and floating point."""
-    if not x.is_floating_point():
-        raise TypeError(f"{name}: expected floating point, got {x.dtype}")
+    check_floating(name, x.dtype)
     if not x.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(x.stride())} for {list(x.shape)}")
 

@@ -251,7 +251,9 @@ def _save_conv_silu(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tenso
     ctx.save_for_backward(x, w, m, output[1])
 
 
-def _conv_silu_autograd(ctx: FunctionCtx, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _conv_silu_autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return None, None, None, None
     dx, dw, dm = _conv_silu_backward(g.contiguous(), *ctx.saved_tensors)
     return dx, *split_gradient(dw, ctx.master), dm, None
 

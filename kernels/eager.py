@@ -39,25 +39,29 @@ def project(g: Tensor, x: Tensor, square: Tensor, dims: tuple[int, ...]) -> tupl
 
 def mp_weight(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
     """`gain · w/d` by rows with `d = ‖w‖ + ε·√fan_in` (the √fan_in of Eq. 66 cancels against that of the RMS); also ‖w‖ `[Cout]`."""
-    rows = w.flatten(1)
+    rows, taps = w.flatten(1), w.shape[2:].numel()
     length = norm(rows, (1,))
     d = length + EPS * math.sqrt(rows.shape[1])
-    rows = (rows / d if gain is None else rows * (gain / d)).to(dtype)
+    y = w.new_empty(taps, *w.shape[:2], dtype=dtype)
+    out, rows = y, w.reshape(*w.shape[:2], taps).permute(2, 0, 1)
     if heads:
-        rows = rows.unflatten(0, (heads, -1, 3)).transpose(1, 2).flatten(0, 2)
-    return rows.view(w.shape[0], w.shape[1], -1).permute(2, 0, 1), length.squeeze(1)
+        parts = (heads, w.shape[0] // (3 * heads), 3)
+        rows, d = (x.unflatten(-2, parts).transpose(-3, -2) for x in (rows, d))  # [taps, heads, 3, D, Cin]
+        out = y.view(rows.shape)
+    torch.mul(rows, 1 / d if gain is None else gain / d, out=out)
+    return y, length.squeeze(1)
 
 
 def mp_weight_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) and dgain = Σ ⟨w,g⟩/d (0 without a gain)."""
+    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) and dgain = Σ ⟨w,g⟩/d (nothing without a gain)."""
     g = g.permute(1, 2, 0)
     if heads:
-        g = g.unflatten(0, (heads, 3, -1)).transpose(1, 2).flatten(0, 2)
+        g = g.unflatten(0, (heads, 3, w.shape[0] // (3 * heads))).transpose(1, 2).flatten(0, 2)
     length = length.unsqueeze(1)
-    d = length + EPS * math.sqrt(w[0].numel())
-    dw, dot = project(g.reshape(w.shape[0], -1).to(d.dtype), w.flatten(1), length * d, (1,))
+    d = length + EPS * math.sqrt(w.shape[1:].numel())
+    dw, dot = project(g.reshape(w.flatten(1).shape).to(d.dtype), w.flatten(1), length * d, (1,))
     if gain is None:
-        return dw.div_(d).view_as(w), w.new_zeros([])
+        return dw.div_(d).view_as(w), w.new_empty([0])
     return dw.mul_(gain / d).view_as(w), (dot / d).sum().reshape(gain.shape)
 
 
@@ -84,6 +88,8 @@ def _conv_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1, with_dx: b
     if w.shape[0] == 1:
         dx, dw = linear_backward(g, x, w)
         return dx, dw.mul_(scale)
+    if x.numel() == 0:
+        return torch.empty_like(x), w.new_zeros(w.shape, dtype=wide(w.dtype))
     kernel, one = w.permute(1, 2, 0).unflatten(2, (3, 3)), [1, 1]
     g, x = g.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2)
     dx, dk, _ = aten.convolution_backward(g, x, kernel, None, one, one, one, False, [0, 0], 1, [with_dx, True, False])
@@ -311,7 +317,7 @@ def cosine_attention_backward(g: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, he
     n, length = _normalized(qkv, heads)
     (q, k, v), root = n, math.sqrt(depth)
     g, y = (x.reshape(images, pixels, heads, depth).transpose(1, 2).flatten(0, 1) for x in (g, y))
-    p = torch.bmm(q, k.mT).mul_(1 / root).sub_(lse.view(-1, pixels, 1)).exp_().to(q.dtype)
+    p = torch.bmm(q, k.mT).mul_(1 / root).sub_(lse.flatten(0, 1).unsqueeze(-1)).exp_().to(q.dtype)
     delta = (g.to(lse.dtype) * y.to(lse.dtype)).sum(-1, keepdim=True)
     dlogits = (torch.bmm(g, v.mT).to(lse.dtype).sub_(delta) * p).mul_(1 / root).to(q.dtype)
     dn = torch.empty_like(n)
@@ -325,6 +331,6 @@ def cosine_attention_backward(g: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, he
 
 def resample(x: Tensor, filter: Sequence[float] = (1, 1), mode: str = "keep") -> Tensor:
     """Differentiable by autograd, unlike the others."""
-    if mode == "up" and tuple(filter) == (1, 1):
+    if mode == "up" and tuple(filter) == (1, 1) and x.numel():
         return F.interpolate(x.permute(0, 3, 1, 2), scale_factor=2, mode="nearest").permute(0, 2, 3, 1).contiguous()
     return reference.resample(x, filter, mode)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from kernels import eager
-from kernels.checks import check_weight
+from kernels.checks import check_floating, check_weight
 from kernels.jit import launch
 from kernels.registration import register, register_derivative
 from kernels.weight import Weight, split_gradient, unpack
@@ -24,6 +24,7 @@ TILES = {
     4: dict(BLOCK_M=32, BLOCK_N=64, BLOCK_K=32, num_warps=4, num_stages=3),
     2: dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=32, num_warps=4, num_stages=4),
 }
+MAX_CHANNELS = 65535 * 64  # of a grid's second axis, times BLOCK_N
 
 
 @triton.jit
@@ -83,7 +84,7 @@ def _flops(x: tuple[int, ...], w: tuple[int, ...], master: tuple[int, ...] | Non
 
 
 def _refuses(w: Tensor) -> str | None:
-    return None if w.numel() else f"a weight of shape {list(w.shape)}"
+    return None if w.numel() and max(w.shape) <= MAX_CHANNELS else f"a weight of shape {list(w.shape)}"
 
 
 _linear = register(
@@ -111,5 +112,8 @@ register_derivative(_linear, _save, _autograd)
 def linear(x: Tensor, w: Weight) -> Tensor:
     """`x @ w[0].T`: x `[..., Cin]`, w `[1, Cout, Cin]` → `[..., Cout]`."""
     w, master = unpack(w)
+    check_floating("x", x.dtype)
+    if x.ndim < 1:
+        raise ValueError("x: expected [..., Cin], got []")
     check_weight("w", w, "x", x, taps=(1,))
     return _linear(x, w, master)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from kernels import eager
-from kernels.checks import check_activation
+from kernels.checks import check_activation, check_even
 from kernels.jit import EPS, launch, mp_silu, mp_silu_grad
 from kernels.registration import register, register_derivative
 
@@ -150,6 +150,5 @@ def pixel_norm_silu(x: Tensor) -> tuple[Tensor, Tensor]:
 def down_pixel_norm_silu(x: Tensor) -> tuple[Tensor, Tensor]:
     """`pixel_norm_silu` behind a 2×2 mean: `[N, H, W, C]`, H and W even → two tensors `[N, H/2, W/2, C]`."""
     check_activation("x", x)
-    if x.shape[1] % 2 or x.shape[2] % 2:
-        raise ValueError(f"x: expected even H and W, got {list(x.shape)}")
+    check_even("x", x)
     return _norm(x, True)[:2]

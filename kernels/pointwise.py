@@ -3,6 +3,8 @@
 P pixels in all images, C channels.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 
 from kernels import eager
 from kernels import jit as device
-from kernels.checks import check_activation, check_dense, check_like, check_shape
+from kernels.checks import check_activation, check_dense, check_even, check_like, check_shape
 from kernels.jit import launch
 from kernels.reference import cat_scales
 from kernels.registration import register, register_derivative
@@ -231,3 +233,11 @@ def cat_silu(a: Tensor, b: Tensor, t: float) -> Tensor:
     check_shape("b", b, (*a.shape[:3], b.shape[3]))
     check_like("b", b, "a", a)
     return _cat_silu(a, b, t)
+
+
+def resample(x: Tensor, filter: Sequence[float] = (1, 1), mode: str = "keep") -> Tensor:
+    """Halve ("down", H and W even) or double ("up") H and W with a separable even-length filter, or "keep" them."""
+    check_activation("x", x)
+    if mode == "down":
+        check_even("x", x)
+    return eager.resample(x, filter, mode).contiguous()

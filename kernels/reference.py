@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 EPS = 1e-4  # every normalisation of the paper's config G
@@ -43,10 +42,10 @@ def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.
     if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]):
         raise ValueError(f"w: expected [Cout, Cin] or [Cout, Cin, k, k], got {list(w.shape)}")
     rows = w.flatten(2) if w.ndim == 4 else w.unsqueeze(2)  # [Cout, Cin, taps]
-    scale = inverse_rms(rows, dim=(1, 2)) / math.sqrt(rows[0].numel())
+    scale = inverse_rms(rows, dim=(1, 2)) / math.sqrt(rows.shape[1] * rows.shape[2])
     rows = (rows * (scale if gain is None else scale * gain)).to(dtype)
     if heads:
-        rows = rearrange(rows, "(h d s) ci t -> (h s d) ci t", h=heads, s=3)
+        rows = rows.unflatten(0, (heads, len(rows) // (3 * heads), 3)).transpose(1, 2).flatten(0, 2)
     return rows.permute(2, 0, 1)
 
 
@@ -58,8 +57,8 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 
 def conv(x: Tensor, w: Tensor) -> Tensor:
     """3×3 or 1×1 convolution, stride 1, zero padding: x `[N, H, W, Cin]`, w `[9 or 1, Cout, Cin]` → `[N, H, W, Cout]`."""
-    if w.shape[0] == 1:
-        return linear(x, w)
+    if w.shape[0] == 1 or x.numel() == 0:  # without pixels all taps are alike
+        return linear(x, w[w.shape[0] // 2, None])
     _check_channels("x", x, w)
     kernel = w.permute(1, 2, 0).unflatten(2, (3, 3))  # [Cout, Cin, 3, 3]
     return F.conv2d(x.permute(0, 3, 1, 2), kernel, padding=1).permute(0, 2, 3, 1)
@@ -156,11 +155,11 @@ def cosine_attention(qkv: Tensor, heads: int) -> Tensor:
     """
     if qkv.shape[-1] % (3 * heads):
         raise ValueError(f"qkv: {qkv.shape[-1]} channels are not a multiple of 3 × {heads} heads")
-    height, width = qkv.shape[1:3]
-    q, k, v = normalize(rearrange(qkv, "n h w (g s d) -> s n g (h w) d", g=heads, s=3), dim=-1)
+    n, h, w, c = qkv.shape
+    q, k, v = normalize(qkv.reshape(n, h * w, heads, 3, c // (3 * heads)), dim=-1).permute(3, 0, 2, 1, 4)  # [N, heads, H·W, D]
     logits = torch.einsum("ngqd,ngkd->ngqk", q, k / math.sqrt(q.shape[-1]))
     y = torch.einsum("ngqk,ngkd->ngqd", logits.softmax(dim=-1), v)
-    return rearrange(y, "n g (h w) d -> n h w (g d)", h=height, w=width)
+    return y.transpose(1, 2).reshape(n, h, w, c // 3)
 
 
 def resample(x: Tensor, filter: Sequence[float] = (1, 1), mode: str = "keep") -> Tensor:
@@ -172,7 +171,7 @@ def resample(x: Tensor, filter: Sequence[float] = (1, 1), mode: str = "keep") ->
         return x
     if mode not in ("down", "up") or len(filter) % 2:
         raise ValueError(f"resample: expected mode keep, down or up and an even-length filter, got {mode}, {filter}")
-    if tuple(filter) == (1, 1):
+    if tuple(filter) == (1, 1) or x.numel() == 0:
         return _mean_2x2(x) if mode == "down" else _nearest_2x2(x)
     channels, pad = x.shape[-1], (len(filter) - 1) // 2
     f = torch.tensor(filter, dtype=torch.float32, device=x.device)
@@ -183,7 +182,7 @@ def resample(x: Tensor, filter: Sequence[float] = (1, 1), mode: str = "keep") ->
 
 
 def _mean_2x2(x: Tensor) -> Tensor:
-    return F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+    return F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1) if x.numel() else x[:, ::2, ::2]
 
 
 def _nearest_2x2(x: Tensor) -> Tensor:

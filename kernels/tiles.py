@@ -30,9 +30,9 @@ ATTENTION: dict[tuple[str, str, int], dict[float, AttentionTile | None]] = {
     # One program per head: five products where the two kernels below need seven. sm_80: 190, 48 KB; with 256 tokens 255
     # registers and 120 KB, more than consumer cards have
     ("backward", "mma", 64): {64: AttentionTile(64, 64, 4, 1)},
-    # sm_90: 168, 40 KB; 255, 120 KB, and 16 bytes spilled around the loop, none in it; 64 keys a step: 284 bytes.
-    # sm_100: 167; 210, 256 of the 512 columns of tensor memory. Fewer tokens would leave rows empty, and spill (Triton 3.6)
-    ("backward", "wgmma", 64): {64: AttentionTile(64, 64, 4, 1), 255: None, 256: AttentionTile(256, 32, 8, 1)},
+    # sm_90: 168, 40 KB; 250, 76 KB; with 32 keys a step 16 bytes spilled, 128 in Triton 3.6. sm_100: 167; 200. Fewer
+    # tokens would leave rows empty, and spill (Triton 3.6)
+    ("backward", "wgmma", 64): {64: AttentionTile(64, 64, 4, 1), 255: None, 256: AttentionTile(256, 16, 8, 1)},
     # sm_80: 128, 32 KB; with 64 keys 178
     ("dq", "mma", 64): {inf: AttentionTile(64, 32, 4, 2)},
     # sm_90: 137, 48 KB. sm_100: 93

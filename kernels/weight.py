@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from kernels import eager
+from kernels.checks import check_floating, check_like
 from kernels.jit import EPS, launch
 from kernels.registration import register, register_derivative
 
@@ -145,7 +146,7 @@ def mp_weight_kernel(
 
 def mp_weight_triton(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
     cout, cin = w.shape[:2]
-    taps = w[0, 0].numel()
+    taps = w.shape[2:].numel()
     y, length = w.new_empty(taps, cout, cin, dtype=dtype), w.new_empty(cout)
     args = (w.contiguous(), gain, y, length, cin, cout)
     launch(mp_weight_kernel, (cout,), *args, HEADS=heads, TAPS=taps, ALIGNED=cin % 8 == 0, BLOCK=BLOCK, num_warps=4)
@@ -172,25 +173,25 @@ def mp_weight_backward_triton(
     w, shares = w.contiguous(), w.new_empty(cout)
     dw = torch.empty_like(w)
     args = (g.contiguous(), w, length, gain, dw, shares, cin, cout)
-    constants = dict(HEADS=heads, TAPS=w[0, 0].numel(), ALIGNED=cin % 8 == 0, BLOCK=BLOCK)
+    constants = dict(HEADS=heads, TAPS=w.shape[2:].numel(), ALIGNED=cin % 8 == 0, BLOCK=BLOCK)
     launch(mp_weight_backward_kernel, (cout,), *args, **constants, num_warps=4)
-    return dw, w.new_empty([]) if gain is None else shares.sum().reshape(gain.shape)
+    return dw, w.new_empty([0]) if gain is None else shares.sum().reshape(gain.shape)
 
 
 def _refuses(*args: Tensor | int | torch.dtype | None) -> str | None:
     w = next(x for x in args if isinstance(x, Tensor) and x.ndim in (2, 4))
     if w.dtype != torch.float32:
         return f"a raw weight of {w.dtype}, the kernel takes fp32"
-    taps = w[0, 0].numel()
+    taps = w.shape[2:].numel()
     return None if taps in (1, 9) else f"{taps} taps, the kernel takes 1 and 9"
 
 
 def _fake(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
-    return w.new_empty(w[0, 0].numel(), *w.shape[:2], dtype=dtype), w.new_empty(w.shape[0], dtype=eager.wide(w.dtype))
+    return w.new_empty(w.shape[2:].numel(), *w.shape[:2], dtype=dtype), w.new_empty(w.shape[0], dtype=eager.wide(w.dtype))
 
 
 def _fake_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    return w.new_empty(w.shape), w.new_empty([] if gain is None else gain.shape)
+    return w.new_empty(w.shape), w.new_empty([0] if gain is None else gain.shape)
 
 
 _mp_weight = register("mp_weight", eager.mp_weight, _fake, mp_weight_triton, refuses=_refuses)
@@ -204,7 +205,9 @@ def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> Non
     ctx.save_for_backward(w, output[1], gain)
 
 
-def _autograd(ctx: FunctionCtx, g: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+def _autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    if g is None:
+        return None, None, None, None
     w, length, gain = ctx.saved_tensors
     dw, dgain = _mp_weight_backward(g, w, length, gain, ctx.heads)
     return dw, None if gain is None else dgain, None, None
@@ -220,8 +223,14 @@ def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.
     or None for 1. With `heads`, the rows of a qkv weight move from the checkpoint's order (head, channel, q|k|v)
     to (head, q|k|v, channel), which `cosine_attention` expects.
     """
-    if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]):
+    if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]) or 0 in w.shape[1:]:
         raise ValueError(f"w: expected [Cout, Cin] or [Cout, Cin, k, k], got {list(w.shape)}")
+    check_floating("w", w.dtype)
+    check_floating("dtype", dtype)
+    if gain is not None:
+        if gain.numel() != 1:
+            raise ValueError(f"gain: expected one number, got {list(gain.shape)}")
+        check_like("gain", gain, "w", w)
     if heads and w.shape[0] % (3 * heads):
         raise ValueError(f"w: {w.shape[0]} rows are not a multiple of 3 × {heads} heads")
     return _mp_weight(w, gain, dtype, heads)[0]

@@ -143,8 +143,10 @@ def weight_gradient(
         BOXES=tile.boxes, FLAT=flat, num_warps=tile.warps, num_stages=tile.stages,
         flops=2 * n * height * width * taps * channels * depth,
     )  # fmt: skip
-    if splits > 1:
-        sum_parts(parts.view(splits, taps * channels, depth).transpose(0, 1), dw.view(-1, depth) if dw.is_contiguous() else dw[0])
+    if splits > 1 and dw.is_contiguous():
+        sum_parts(parts.view(1, splits, -1), dw.view(1, -1))
+    elif splits > 1:
+        sum_parts(parts.transpose(0, 1), dw[0])
     return dw
 
 

@@ -1,15 +1,16 @@
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
-import edm2
-from edm2.cli.dataset import load_digits
-from edm2.image_files import write_zip
-from tests.dataset_files import encode, make, pixels
+if TYPE_CHECKING:
+    import edm2
+
+# Nothing more here: a machine with a GPU may have nothing else, and its tests need nothing else.
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -32,7 +33,14 @@ def relative_error(actual, expected) -> float:
 
 
 def _numpy(x):
-    return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
+    return x.detach().cpu().double().numpy() if isinstance(x, torch.Tensor) else x
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where the ops are tested, with products of fp32 in full precision."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    return request.param
 
 
 class Golden:
@@ -51,7 +59,9 @@ class Golden:
     def group(self, prefix: str) -> dict[str, torch.Tensor]:
         return {key.removeprefix(prefix): self[key] for key in self.data if key.startswith(prefix)}
 
-    def net(self, config: str = "config", weights: str = "init/") -> edm2.Precond:
+    def net(self, config: str = "config", weights: str = "init/") -> "edm2.Precond":
+        import edm2
+
         net = edm2.Precond(**json.loads(str(self.data[config])))
         net.load_state_dict(self.group(weights))
         return net
@@ -60,6 +70,9 @@ class Golden:
 @pytest.fixture(scope="session")
 def digits_zip(tmp_path_factory):
     """The whole digits dataset."""
+    from edm2.cli.dataset import load_digits
+    from edm2.image_files import write_zip
+
     path = tmp_path_factory.mktemp("digits") / "digits.zip"
     write_zip(path, *load_digits())
     return path
@@ -73,6 +86,8 @@ def path(request, tmp_path):
 @pytest.fixture()
 def numbered(tmp_path):
     """A ZIP of 10 RGB images of 4 x 6 pixels (width 6) with labels i % 3."""
+    from tests.dataset_files import encode, make, pixels
+
     names = [f"{i}.png" for i in range(10)]
     files = {name: encode(pixels(i, 4, 6, 3)) for i, name in enumerate(names)}
     return make(tmp_path / "numbered.zip", files, [[name, i % 3] for i, name in enumerate(names)])
@@ -84,8 +99,10 @@ def one_thread_env():
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def tiny_net(label_dim: int = 5, gains: float = 0.5, **kwargs) -> edm2.Precond:
+def tiny_net(label_dim: int = 5, gains: float = 0.5, **kwargs) -> "edm2.Precond":
     """A small network of two levels with all gains non-zero."""
+    import edm2
+
     torch.manual_seed(0)
     kwargs = {"model_channels": 8, "channel_mult": (1, 2), "num_blocks": 1, "attn_resolutions": (4,), **kwargs}
     net = edm2.Precond(8, 2, label_dim, channels_per_head=8, **kwargs)

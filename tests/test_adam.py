@@ -13,9 +13,9 @@ from kernels.adam import AdamPass
 from kernels.jit import INTERPRET
 from kernels.prepared import PreparedWeights, RawWeight
 from tests.conftest import relative_error
+from tests.tolerances import EXACT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = 2e-6
 NAN, INF = float("nan"), float("inf")
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRET, reason="needs TRITON_INTERPRET=1 or a CUDA device")
 
@@ -70,7 +70,7 @@ def assert_close(actual: edm2.EDM2Optimizer, expected: edm2.EDM2Optimizer) -> No
     actual, expected = results(actual), results(expected)
     assert actual.keys() == expected.keys()
     for name in actual:
-        assert relative_error(actual[name], expected[name]) < TOLERANCE, name
+        assert relative_error(actual[name], expected[name]) < EXACT[torch.float32], name
 
 
 @pytest.mark.parametrize("stds", [(), (0.1,), (0.05, 0.1), (0.02, 0.05, 0.1)])

@@ -343,7 +343,7 @@ class TestLedger:
             ("eager", "eval", 1846, 230.1, 0),
             ("eager", "train", 7125, 765.8, 227.1),
             ("this project", "eval", 392, 73.9, 0),
-            ("this project", "train", 927, 301.5, 144.1),
+            ("this project", "train", 876, 274.3, 144.1),
         ],
     )
     def test_edm2_s(self, candidate, phase, launches, gigabytes, saved):

@@ -55,10 +55,50 @@ def test_nothing_imports_bench_or_tests():
         assert not any(name.split(".")[0] in ("bench", "tests", "train", "sample") for name in project_imports(path)), path
 
 
+def python(code: str) -> str:
+    """What a process of its own prints."""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def without(*names: str) -> str:
+    return f"import sys\nsys.modules |= dict.fromkeys({names})\n"
+
+
 def test_everything_imports_without_triton_and_the_extras():
-    code = (
-        "import sys\n"
-        "for name in ('triton', 'sklearn', 'matplotlib'): sys.modules[name] = None\n"
-        "import edm2, kernels, train, sample, edm2.cli.main\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    python(without("triton", "sklearn", "matplotlib") + "import edm2, kernels, train, sample, edm2.cli.main\n")
+
+
+STEP = """
+import torch, edm2, kernels
+from edm2.weights import StepWeights
+from tests.conftest import tiny_net
+net = tiny_net().train()
+weights, optimizer = StepWeights(net), edm2.EDM2Optimizer(net)
+for step in (1, 2):
+    images, noise = torch.randn(2, 3, 2, 8, 8, generator=torch.Generator().manual_seed(step))
+    with weights.prepared():
+        loss = edm2.denoising_loss(net, images, torch.tensor([0.3, 1.0, 3.0]), noise, torch.eye(5)[:3]).sum()
+        loss.backward()
+    weights.project()
+    optimizer.step(1e-3, 3 * step, 3)
+    optimizer.zero_grad()
+averages = torch.cat([x.flatten() for x in optimizer.ema(0.1).values()])
+print(kernels.coverage()["mp_silu"], loss.item(), averages.norm().item(), *[p.norm().item() for p in net.parameters()])
+"""
+
+
+def test_training_without_triton():
+    """Two optimizer steps equal those with it."""
+    (backend, *actual), (other, *expected) = (python(start + STEP).split() for start in (without("triton"), ""))
+    assert (backend, other) == ("reference", "triton")
+    assert list(map(float, actual)) == pytest.approx(list(map(float, expected)), rel=1e-5)
+
+
+def test_tests_of_kernels_need_only_pytorch_and_pytest():
+    """A machine with a GPU may have nothing else."""
+    files = [f"tests/test_{name}.py" for name in "adam attention bad_input compile linear ops prepared registration triton_network".split()]
+    names = "PIL click einops hypothesis matplotlib psutil safetensors sklearn tqdm".split()
+    start = without(*names) + "import os, pytest\nos.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'\n"
+    assert "tests collected" in python(start + f"sys.exit(pytest.main(['-q', '--collect-only', '-p', 'no:cacheprovider', *{files}]))\n")

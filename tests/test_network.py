@@ -1,6 +1,7 @@
 """The network against the official implementation's values, published sizes and the deterministic network."""
 
 import math
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -8,10 +9,12 @@ import torch
 
 import edm2
 from edm2.network import Block, MPFourier
-from edm2.summary import multiply_adds, parameter_count
+from edm2.summary import multiply_adds, parameter_count, saved_bytes
+from edm2.weights import StepWeights
 from tests.conftest import Golden, relative_error, tiny_net
 
 FORWARD, GRADIENT = 1e-5, 1e-4
+needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="without Triton every forward prepares its weights, and saves them")
 SIZES = "xxs xs s m l xl xxl".split()
 
 
@@ -335,3 +338,31 @@ def test_gradient_is_orthogonal_to_the_weight():
         if w.ndim:
             cosine = (w * w.grad).sum() / (w.norm() * w.grad.norm())
             assert abs(cosine) < 2e-4, name
+
+
+@needs_triton
+def test_saved_bytes_are_those_of_activations():
+    """In proportion to the images: neither raw weights nor those prepared for the step count."""
+    net = tiny_net(dtype=torch.float16).train()
+    weights, counts = StepWeights(net), []
+    for n in (1, 3):
+        with weights.prepared(), saved_bytes(net) as saved:
+            edm2.denoising_loss(net, torch.zeros(n, 2, 8, 8), torch.ones(n), torch.zeros(n, 2, 8, 8), torch.eye(5)[:n])
+        counts.append(saved())
+    assert counts[1] == 3 * counts[0] > 0
+
+
+@needs_triton
+def test_weights_are_prepared_within_the_step_only():
+    """Or an evaluation after the optimizer's step would see the old ones."""
+    net, x = tiny_net(), torch.ones(1, 2, 8, 8)
+    weights = StepWeights(net)
+    with torch.no_grad():
+        with weights.prepared():
+            before = net(x, 1.0)
+        first = net.unet.enc["8x8_conv"].weight
+        first.copy_(first.roll(1, 0))
+        assert relative_error(before, net(x, 1.0)) > 1e-3
+        with pytest.raises(KeyError), weights.prepared():
+            raise KeyError
+        assert all(getattr(module, "prepared", None) is None for module in net.modules()) and net.unet.prepared_modulation is None

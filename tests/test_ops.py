@@ -1,115 +1,23 @@
 """The ops of `kernels` against `kernels.reference`: values and every gradient, in every dtype and at the edges."""
 
-from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 from kernels import reference
 from kernels.jit import INTERPRET
+from kernels.registration import on_triton
 from tests.conftest import relative_error
+from tests.op_cases import BAD, CASES, DTYPES, Case, every_case
+from tests.tolerances import ALIKE, EXACT
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-6}
-HALF = [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16]  # the interpreter's bf16 does not round
-DTYPES = [torch.float64, torch.float32, *HALF]
-pytestmark = pytest.mark.filterwarnings(r"ignore:.*(torch.float64|a raw weight of|t = 0):kernels.FallbackWarning")
-
-
-@dataclass
-class Case:
-    """A call of the op: shapes of the inputs and keyword arguments. `scale` multiplies one input, by index."""
-
-    op: str
-    shapes: list[tuple[int, ...]]
-    kwargs: dict = field(default_factory=dict)
-    scale: dict[int, float] = field(default_factory=dict)
-
-    def inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
-        """Fresh leaves. A prepared weight (the shapes of three axes) gets unit-norm rows."""
-        generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in self.shapes]
-        for i, x in enumerate(values):
-            if x.ndim == 3:
-                x /= (x.shape[0] * x.shape[2]) ** 0.5
-            x *= self.scale.get(i, 1)
-        return [x.to(device, dtype).requires_grad_() for x in values]
-
-    def run(self, module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs, then the gradients of all inputs for fixed random gradients of the outputs."""
-        outputs = self.outputs(module, inputs)
-        generator = torch.Generator().manual_seed(1)
-        grads = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in outputs]
-        return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, inputs, grads)]
-
-    def outputs(self, module, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        kwargs = self.kwargs
-        if self.op == "mp_weight":
-            kwargs = {"dtype": inputs[0].dtype, **kwargs}
-        y = getattr(module, self.op)(*inputs, **kwargs)
-        return y if isinstance(y, tuple) else (y,)
-
-
-CASES = {
-    "mp_weight 3x3": Case("mp_weight", [(40, 8, 3, 3)]),
-    "mp_weight 1x1 gain": Case("mp_weight", [(8, 40, 1, 1), ()]),
-    "mp_weight linear gain": Case("mp_weight", [(5, 7), (1,)]),
-    "mp_weight heads": Case("mp_weight", [(2 * 4 * 3, 8, 1, 1)], {"heads": 2}),
-    "mp_weight small": Case("mp_weight", [(5, 8, 3, 3)], {}, {0: 1e-4}),
-    "linear": Case("linear", [(5, 8), (1, 40, 8)]),
-    "conv 3x3": Case("conv", [(2, 5, 3, 8), (9, 40, 8)]),
-    "conv one channel": Case("conv", [(1, 5, 3, 1), (9, 1, 1)]),
-    "conv 1x1": Case("conv", [(1, 3, 5, 40), (1, 8, 40)]),
-    "conv_silu": Case("conv_silu", [(3, 5, 3, 8), (9, 40, 8), (3, 40)]),
-    "conv_silu one image": Case("conv_silu", [(1, 1, 1, 8), (1, 8, 8), (1, 8)]),
-    "mp_silu": Case("mp_silu", [(3, 5, 3, 8)]),
-    "mp_silu vector": Case("mp_silu", [(3, 40)], {}, {0: 20}),
-    "mp_sum": Case("mp_sum", [(3, 8), (3, 8)], {"t": 0.3, "clip": 0.5}),
-    "cat_silu": Case("cat_silu", [(2, 3, 5, 8), (2, 3, 5, 40)], {"t": 0.4}),
-    "cat_silu equal": Case("cat_silu", [(1, 3, 3, 40), (1, 3, 3, 40)], {"t": 0.5}),
-    "pixel_norm_silu": Case("pixel_norm_silu", [(2, 3, 5, 40)]),
-    "down_pixel_norm_silu": Case("down_pixel_norm_silu", [(1, 6, 10, 8)]),
-    "conv_sum": Case("conv_sum", [(2, 5, 3, 8), (9, 40, 8), (2, 5, 3, 40)], {"t": 0.3}),
-    "conv_sum clip": Case("conv_sum", [(1, 5, 3, 8), (9, 40, 8), (1, 5, 3, 40)], {"t": 0.3, "clip": 0.5}),
-    "conv_sum 1x1": Case("conv_sum", [(2, 3, 5, 40), (1, 8, 40), (2, 3, 5, 8)], {"t": 0.5, "clip": 0.5}),
-    "conv_cat_sum": Case(
-        "conv_cat_sum", [(2, 5, 3, 40), (9, 8, 40), (2, 5, 3, 8), (2, 5, 3, 40), (1, 8, 48)], {"cat_t": 0.4, "t": 0.3}
-    ),
-    "conv_cat_sum clip": Case(
-        "conv_cat_sum",
-        [(1, 3, 3, 8), (9, 40, 8), (1, 3, 3, 8), (1, 3, 3, 8), (1, 40, 16)],
-        {"cat_t": 0.5, "t": 0.3, "clip": 0.5},
-    ),
-    "residual_branch": Case(
-        "residual_branch", [(2, 5, 3, 8), (9, 40, 8), (2, 40), (9, 16, 40), (2, 5, 3, 16)], {"t": 0.3}
-    ),
-    "residual_branch clip": Case(
-        "residual_branch", [(3, 4, 4, 16), (9, 24, 16), (3, 24), (1, 8, 24), (3, 4, 4, 8)], {"t": 0.4, "clip": 0.5}
-    ),
-    "residual_branch_cat": Case(
-        "residual_branch_cat",
-        [(1, 3, 5, 8), (1, 3, 5, 16), (9, 16, 24), (1, 16), (9, 40, 16), (1, 40, 24)],
-        {"cat_t": 0.4, "t": 0.3, "clip": 0.5},
-    ),
-    "residual_branch_cat no clip": Case(
-        "residual_branch_cat",
-        [(2, 4, 4, 16), (2, 4, 4, 8), (1, 8, 24), (2, 8), (1, 16, 8), (1, 16, 24)],
-        {"cat_t": 0.5, "t": 0.3},
-    ),
-    "residual_branch_silu": Case("residual_branch_silu", [(2, 5, 3, 16), (9, 8, 16), (2, 8), (9, 16, 8)], {"t": 0.3}),
-    "residual_branch_silu clip": Case(
-        "residual_branch_silu", [(2, 5, 7, 8), (1, 24, 8), (2, 24), (9, 8, 24)], {"t": 0.3, "clip": 0.5}
-    ),
-    "cosine_attention": Case("cosine_attention", [(2, 3, 5, 2 * 3 * 40)], {"heads": 2}),
-    "cosine_attention two tokens": Case("cosine_attention", [(1, 1, 2, 2 * 3 * 8)], {"heads": 2}),
-    "resample up": Case("resample", [(2, 3, 5, 8)], {"mode": "up"}),
-    "resample up one channel": Case("resample", [(1, 3, 5, 1)], {"filter": [1, 1], "mode": "up"}),
-    "resample down": Case("resample", [(2, 4, 6, 8)], {"mode": "down"}),
-    "resample long": Case("resample", [(2, 4, 6, 8)], {"filter": (1, 3, 3, 1), "mode": "up"}),
-}  # fmt: skip
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+pytestmark = pytest.mark.filterwarnings(r"ignore:.*(torch.float64|a raw weight of|a weight of|t = 0):kernels.FallbackWarning")
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def test_every_op_has_a_case():
@@ -117,46 +25,81 @@ def test_every_op_has_a_case():
 
 
 @every_case
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_values_and_gradients(case, dtype):
-    inputs = case.inputs(dtype)
+@every_dtype
+def test_values_and_gradients(case, dtype, device):
+    inputs = case.inputs(dtype, device)
     before = [x.detach().clone() for x in inputs]
-    actual, expected = case.run(kernels, inputs), case.run(reference, inputs)
-    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert a.dtype == b.dtype == dtype
-        assert relative_error(a, b) < TOLERANCE[dtype], f"result {i}"
+    case.check(kernels, inputs)
     assert all(torch.equal(x, y) for x, y in zip(inputs, before)), "an input was written to"
-    if case.op != "mp_weight":
-        assert all(y.is_contiguous() for y in actual[: len(actual) - len(inputs)])
+    assert all(y.is_contiguous() for y in case.outputs(kernels, inputs))
 
 
 @every_case
-@pytest.mark.parametrize("dtype", HALF)
-def test_half_precision_is_no_worse(case, dtype):
-    inputs = case.inputs(dtype)
-    exact = case.run(reference, [x.detach().float().requires_grad_() for x in inputs])
-    for i, (a, b, truth) in enumerate(zip(case.run(kernels, inputs), case.run(reference, inputs), exact)):
-        assert a.dtype == b.dtype == dtype
-        rounding = torch.finfo(dtype).eps / 4  # of one rounding, about
-        assert relative_error(a.float(), truth) < 2 * max(relative_error(b.float(), truth), rounding), f"result {i}"
+@every_dtype
+def test_two_runs_give_the_same_bits(case, dtype, device, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # convolutions are the library's
+    first, second = (case.run(kernels, case.inputs(dtype, device)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES.values() if len(c.shapes[0]) == 4 and c.op != "mp_weight"], ids=str)
-def test_no_images(case):
-    inputs = [x[:0] if x.ndim in (2, 4) else x for x in case.inputs(torch.float32)]
-    for a, b in zip(case.run(kernels, inputs), case.run(reference, inputs)):
-        assert a.shape == b.shape
-        assert torch.equal(a, b)
+class Guarded:
+    """Makes tensors that lie between NaNs."""
+
+    def __init__(self):
+        self.memory: list[Tensor] = []
+
+    def empty(self, *shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+        shape = torch.Size(shape[0] if shape and not isinstance(shape[0], int) else shape)
+        self.memory.append(torch.full([shape.numel() + 128], torch.nan, dtype=dtype, device=device))
+        return self.memory[-1][64:-64].view(shape)
+
+    def patch(self, monkeypatch) -> None:
+        """What the launchers allocate comes from here."""
+
+        def new_empty(x: Tensor, *shape, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+            return self.empty(*shape, dtype=dtype or x.dtype, device=device or x.device)
+
+        monkeypatch.setattr(torch, "empty", self.empty)
+        monkeypatch.setattr(torch, "empty_like", lambda x, **options: new_empty(x, x.shape, **options))
+        monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+
+    def intact(self) -> bool:
+        return all(x[:64].isnan().all() and x[-64:].isnan().all() for x in self.memory)
 
 
-def test_half_precision_weights_are_prepared_in_fp32():
-    w = torch.randn(8, 40, 3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+@pytest.mark.parametrize("case", [c for c in CASES.values() if kernels.coverage()[c.op] == "triton"], ids=lambda c: f"{c.op}{c.shapes[0]}")
+def test_nothing_else_is_written_or_read(case, device, monkeypatch):
+    """And every element of the outputs is written."""
+    if not on_triton(device):
+        pytest.skip("no kernels: TRITON_INTERPRET=1 or a CUDA device")
+    guarded = Guarded()
+    plain = case.inputs(case.kernel_dtype, device)
+    inputs = [guarded.empty(x.shape, dtype=x.dtype, device=device).copy_(x.detach()).requires_grad_() for x in plain]
+    with monkeypatch.context() as patched:
+        guarded.patch(patched)
+        actual = case.run(kernels, inputs)
+    assert len(guarded.memory) >= len(actual) and guarded.intact()
+    case.compare(actual, plain)
+
+
+def test_weights_of_one_input(device):
+    """All but ε of a gradient is projected away: the error is measured against the gradient before that."""
+    case = Case("mp_weight", [(7, 1)])
+    y, dw = case.run(kernels, case.inputs(torch.float32, device))
+    exact = case.inputs(torch.float64, device)
+    expected, gradient = case.run(reference, exact)
+    assert relative_error(y, expected) < EXACT[torch.float32]
+    assert (dw - gradient).norm() < EXACT[torch.float32] * (1 / exact[0]).norm()
+
+
+def test_half_precision_weights_are_prepared_in_fp32(device):
+    w = torch.randn(8, 40, 3, 3, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
     y, expected = (module.mp_weight(w, dtype=torch.float16) for module in (kernels, reference))
     assert y.dtype == torch.float16
-    assert relative_error(y.float(), expected.float()) < 1e-4
+    assert relative_error(y, expected) < ALIKE
     grads = [torch.autograd.grad(out, w, torch.ones_like(out))[0] for out in (y, expected)]
     assert grads[0].dtype == torch.float32
-    assert relative_error(*grads) < TOLERANCE[torch.float32]
+    assert relative_error(*grads) < EXACT[torch.float32]
 
 
 SMALL = {
@@ -192,50 +135,58 @@ def test_gradients_are_those_of_finite_differences(case):
 
 @pytest.mark.parametrize("name", ["mp_weight 3x3", "mp_weight linear gain", "pixel_norm_silu", "cosine_attention"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_zero_rows(name, dtype):
+def test_zero_rows(name, dtype, device):
     case = CASES[name]
-    inputs = case.inputs(dtype)
+    inputs = case.inputs(dtype, device)
     with torch.no_grad():
         inputs[0][0] = 0
         inputs[0][1, ..., : inputs[0].shape[-1] // 2] = 0
     for a, b in zip(case.run(kernels, inputs), case.run(reference, inputs)):
         assert a.isfinite().all()
-        assert relative_error(a, b) < TOLERANCE[dtype]
+        assert relative_error(a, b) < EXACT[dtype]
+
+
+def faults(case: Case, i: int, x: Tensor) -> list[tuple[int, float]]:
+    """NaN and both infinities, each at the first, a middle and the last element of the i-th tensor; one of these of a
+    convolution in the interpreter, which takes its time."""
+    positions = 0, x.numel() // 2, x.numel() - 1
+    if case.is_convolution and INTERPRET:
+        return [(positions[i % 3], BAD[i % 3])]
+    return list(product(dict.fromkeys(positions), BAD))
 
 
 @every_case
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_non_finite_values_propagate(case, bad):
-    for i in range(len(case.shapes)):
-        inputs = [x.detach() for x in case.inputs(torch.float32)]
-        inputs[i].view(-1)[inputs[i].numel() // 2] = bad
-        for a, b in zip(case.outputs(kernels, inputs), case.outputs(reference, inputs)):
-            torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-4, atol=1e-5)
+def test_non_finite_values_propagate(case, device):
+    """Into outputs and gradients. (Of an infinite gain, where autograd forms Inf − Inf in the projection, into outputs only.)"""
+    for i, shape in enumerate(case.shapes):
+        for position, bad in faults(case, i, case.inputs(torch.float32)[i]):
+            inputs = case.inputs(case.kernel_dtype, device)
+            with torch.no_grad():
+                inputs[i].view(-1)[position] = bad
+            if case.op == "mp_weight" and shape in [(), (1,)]:
+                torch.testing.assert_close(*(case.outputs(module, inputs) for module in (kernels, reference)), equal_nan=True)
+            else:
+                case.check(kernels, inputs)
 
 
 @every_case
-def test_non_finite_gradients_propagate(case):
-    results = []
-    for module in (kernels, reference):
-        inputs = case.inputs(torch.float32)
-        outputs = case.outputs(module, inputs)
-        grads = [torch.ones_like(y).contiguous() for y in outputs]
-        grads[0].view(-1)[0] = torch.nan
-        results.append(torch.autograd.grad(outputs, inputs, grads))
-    for a, b in zip(*results):
-        assert torch.equal(a.isnan(), b.isnan())
+def test_non_finite_gradients_propagate(case, device):
+    inputs = case.inputs(case.kernel_dtype, device)
+    for output, y in enumerate(case.outputs(reference, inputs)):
+        for fault in faults(case, output, y):
+            case.compare(case.run(kernels, inputs, (output, *fault)), inputs, (output, *fault))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 @pytest.mark.parametrize("clip", [256.0, 200.0, 448.0, 0.75])
-def test_gradient_stops_where_the_output_is_at_the_clip(dtype, clip):
+def test_gradient_stops_where_the_output_is_at_the_clip(dtype, clip, device):
     """The reference lets it pass at the bound itself; the ops see only the clipped output and stop it there."""
     at = torch.tensor(clip, dtype=torch.float64)
     step = torch.finfo(dtype).eps * 2.0 ** torch.floor(torch.log2(at)).item()  # between neighbours at the clip
     values = [clip, -clip, clip + step, -clip - step, clip - step, 2 * clip, 0, torch.inf]
-    residual = torch.tensor(values, dtype=dtype).reshape(1, 1, 1, 8)
-    passes = torch.tensor([0, 0, 0, 0, 1, 0, 1, 0], dtype=dtype).reshape(residual.shape)
-    zeros, w, w_skip = torch.zeros_like(residual), torch.zeros(9, 8, 8, dtype=dtype), torch.eye(8, 16, dtype=dtype)[None]
+    residual = torch.tensor(values, dtype=dtype, device=device).reshape(1, 1, 1, 8)
+    passes = torch.tensor([0, 0, 0, 0, 1, 0, 1, 0]).to(residual).reshape(residual.shape)
+    zeros, w, w_skip = torch.zeros_like(residual), residual.new_zeros(9, 8, 8), torch.eye(8, 16).to(residual)[None]
     calls = {
         "mp_sum": lambda r: kernels.mp_sum(r, zeros, t=0.0, clip=clip),  # weights 1 and 0
         "conv_sum": lambda r: kernels.conv_sum(zeros, w, r, t=0.0, clip=clip),
@@ -271,7 +222,7 @@ def test_partial_gradients(case):
         for module in (kernels, reference):
             outputs = case.outputs(module, inputs)
             grads += torch.autograd.grad(outputs, inputs[i], [torch.ones_like(y) for y in outputs])
-        assert relative_error(*grads) < 1e-9, f"input {i}"
+        assert relative_error(*grads) < EXACT[torch.float64], f"input {i}"
 
 
 @every_case
@@ -315,18 +266,3 @@ def test_retained_graph_gives_the_same_gradients_again():
         ones = [torch.ones_like(y) for y in outputs]
         first, second = (torch.autograd.grad(outputs, inputs, ones, retain_graph=True) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second)), name
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: kernels.conv(torch.zeros(1, 2, 2, 3), torch.zeros(9, 8, 4)), "x: 3 channels"),
-        (lambda: kernels.conv_sum(torch.zeros(1, 2, 2, 3), torch.zeros(9, 8, 4), torch.zeros(1, 2, 2, 8), 0.3), "x: 3 channels"),
-        (lambda: kernels.mp_weight(torch.zeros(4)), r"w: expected .* got \[4\]"),
-        (lambda: kernels.cosine_attention(torch.zeros(1, 2, 2, 10), 2), "qkv: 10 channels"),
-        (lambda: kernels.resample(torch.zeros(1, 2, 2, 1), (1, 2, 1), "up"), "even-length filter"),
-    ],
-)
-def test_bad_input(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import kernels
+from kernels.jit import recording
 from kernels.prepared import PreparedWeights, RawWeight
 from tests.conftest import relative_error
+from tests.tolerances import EXACT
 
 
 def raw_weights(device: str = "cpu") -> list[list[RawWeight]]:
@@ -48,7 +50,7 @@ def test_values():
     prepared.prepare()
     for group, weight in zip(groups, prepared.weights):
         assert weight.value.dtype == group[0].dtype and weight.master.shape == weight.value.shape
-        assert relative_error(weight.value.float(), one_by_one(group).float()) < 1e-5
+        assert relative_error(weight.value, one_by_one(group)) < EXACT[torch.float32]
 
 
 def test_gradients_add_up_and_are_projected_once():
@@ -60,7 +62,7 @@ def test_gradients_add_up_and_are_projected_once():
     singles = [[raw._replace(dtype=torch.float32) for raw in group] for group in groups]
     total = sum((one_by_one(group) * (a + b)).sum() for group, a, b in zip(singles, *grads))
     for leaf, expected in zip(leaves(groups), torch.autograd.grad(total, leaves(groups))):
-        assert relative_error(leaf.grad, expected) < 1e-5
+        assert relative_error(leaf.grad, expected) < EXACT[torch.float32]
 
 
 def test_a_step_forgets_the_gradients_of_the_last_and_sees_new_weights():
@@ -72,7 +74,7 @@ def test_a_step_forgets_the_gradients_of_the_last_and_sees_new_weights():
         prepared.prepare()
         give_gradients(prepared, seed)
         prepared.project()
-    assert relative_error(prepared.weights[0].value.float(), one_by_one(groups[0]).float()) < 1e-5
+    assert relative_error(prepared.weights[0].value, one_by_one(groups[0])) < EXACT[torch.float32]
     last = [leaf.grad.clone() for leaf in leaves(groups)]
     prepared.prepare()
     give_gradients(prepared, 2)
@@ -95,3 +97,18 @@ def test_projecting_too_early():
     prepared.prepare()
     with pytest.raises(RuntimeError, match="before backward"):
         prepared.project()
+
+
+def test_bytes_are_those_of_raw_and_prepared_weights():
+    """But for tables and a number or two per row, each moved once."""
+    groups = raw_weights()
+    prepared = PreparedWeights(groups)
+    give_gradients(prepared, 1)
+    raw = sum(4 * r.weight.numel() for group in groups for r in group)
+    values = sum(w.value.numel() * w.value.element_size() for w in prepared.weights)
+    for call, expected in ((prepared.prepare, raw + values), (prepared.project, 3 * raw)):
+        launches = []
+        give_gradients(prepared, 1)
+        with recording(launches.append):
+            call()
+        assert expected < sum(x.bytes for x in launches) < 1.06 * expected

@@ -1,0 +1,157 @@
+"""Calls of every op of `kernels`, and how they are run and compared. Needs nothing but PyTorch and pytest."""
+
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.jit import INTERPRET
+from kernels.registration import on_triton
+from tests.conftest import relative_error
+from tests.tolerances import limit
+
+HALF = [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16]  # the interpreter's bf16 does not round
+DTYPES = [torch.float64, torch.float32, *HALF]
+BAD = [float("nan"), float("inf"), -float("inf")]
+
+
+@dataclass
+class Case:
+    """A call of the op: shapes of the inputs and keyword arguments. `scale` multiplies one input, by index."""
+
+    op: str
+    shapes: list[tuple[int, ...]]
+    kwargs: dict = field(default_factory=dict)
+    scale: dict[int, float] = field(default_factory=dict)
+
+    def inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+        """Fresh leaves. A prepared weight (the shapes of three axes) gets unit-norm rows."""
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in self.shapes]
+        for i, x in enumerate(values):
+            if x.ndim == 3:
+                x /= max(x.shape[0] * x.shape[2], 1) ** 0.5
+            x *= self.scale.get(i, 1)
+        return [x.to(device, dtype).requires_grad_() for x in values]
+
+    def run(self, module: ModuleType, inputs: list[Tensor], bad: tuple[int, int, float] | None = None) -> list[Tensor]:
+        """The outputs, then the gradients of all inputs for fixed random gradients of the outputs.
+
+        `bad` (output, position, value) replaces one element of these.
+        """
+        outputs = self.outputs(module, inputs)
+        generator = torch.Generator().manual_seed(1)
+        grads = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y).contiguous() for y in outputs]
+        if bad:
+            output, position, value = bad
+            grads[output].view(-1)[position] = value
+        return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, inputs, grads)]
+
+    def outputs(self, module: ModuleType, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        kwargs = self.kwargs
+        if self.op == "mp_weight":
+            kwargs = {"dtype": inputs[0].dtype, **kwargs}
+        y = getattr(module, self.op)(*inputs, **kwargs)
+        return y if isinstance(y, tuple) else (y,)
+
+    def check(self, module: ModuleType, inputs: list[Tensor]) -> None:
+        """Outputs and gradients are as near to the reference as the tolerances ask."""
+        self.compare(self.run(module, inputs), inputs)
+
+    def compare(self, actual: list[Tensor], inputs: list[Tensor], bad: tuple[int, int, float] | None = None) -> None:
+        """The same of results of `run`: NaN and each infinity where the reference has them, the rest as near as asked.
+
+        The kernels of convolutions multiply the zeros around an image too: an infinite weight and, where boxes do not fill
+        an image, an infinite pixel at its border make NaN of elements that the reference does not reach.
+        """
+        dtype = inputs[0].dtype
+        own = self.run(reference, inputs, bad)
+        exact = own
+        if dtype not in (torch.float32, torch.float64):
+            exact = self.run(reference, [x.detach().float().requires_grad_() for x in inputs], bad)
+        for i, (a, b, truth) in enumerate(zip(actual, own, exact, strict=True)):
+            assert (a.dtype, a.device) == (b.dtype, b.device) == (dtype, inputs[0].device)
+            finite = b.isfinite()
+            if self.is_convolution and on_triton(a.device.type):
+                assert not a.isfinite()[~finite].any()
+                finite = a.isfinite()
+            else:
+                torch.testing.assert_close(a[~finite], b[~finite], rtol=0, atol=0, equal_nan=True)
+            a, b, truth = a[finite], b[finite], truth[finite]
+            error, allowed = relative_error(a, truth), limit(dtype, relative_error(b, truth))
+            assert error < allowed, f"result {i}: error {error:.3g}, limit {allowed:.3g}"
+
+    @property
+    def is_convolution(self) -> bool:
+        return self.op.startswith(("conv", "residual"))
+
+    @property
+    def kernel_dtype(self) -> torch.dtype:
+        """One that the op's kernels take, the most precise."""
+        return torch.float16 if self.is_convolution else torch.float32
+
+
+CASES = {
+    "mp_weight 3x3": Case("mp_weight", [(6, 40, 3, 3)]),
+    "mp_weight long rows": Case("mp_weight", [(2, 240, 3, 3)]),
+    "mp_weight short rows": Case("mp_weight", [(3, 2)]),
+    "mp_weight 1x1 gain": Case("mp_weight", [(8, 40, 1, 1), ()]),
+    "mp_weight linear gain": Case("mp_weight", [(5, 7), (1,)]),
+    "mp_weight heads": Case("mp_weight", [(2 * 2 * 3, 8, 1, 1)], {"heads": 2}),
+    "mp_weight small": Case("mp_weight", [(5, 8, 3, 3)], {}, {0: 1e-4}),
+    "linear": Case("linear", [(5, 8), (1, 40, 8)]),
+    "conv 3x3": Case("conv", [(2, 5, 3, 8), (9, 40, 8)]),
+    "conv one channel": Case("conv", [(1, 5, 3, 1), (9, 1, 1)]),
+    "conv 1x1": Case("conv", [(1, 3, 5, 40), (1, 8, 40)]),
+    "conv_silu": Case("conv_silu", [(3, 5, 3, 8), (9, 40, 8), (3, 40)]),
+    "conv_silu one image": Case("conv_silu", [(1, 1, 1, 8), (1, 8, 8), (1, 8)]),
+    "mp_silu": Case("mp_silu", [(3, 5, 3, 8)]),
+    "mp_silu vector": Case("mp_silu", [(3, 40)], {}, {0: 20}),
+    "mp_sum": Case("mp_sum", [(3, 8), (3, 8)], {"t": 0.3, "clip": 0.5}),
+    "cat_silu": Case("cat_silu", [(2, 3, 5, 8), (2, 3, 5, 40)], {"t": 0.4}),
+    "cat_silu equal": Case("cat_silu", [(1, 3, 3, 40), (1, 3, 3, 40)], {"t": 0.5}),
+    "pixel_norm_silu": Case("pixel_norm_silu", [(2, 3, 5, 40)]),
+    "pixel_norm_silu small": Case("pixel_norm_silu", [(2, 3, 5, 40)], {}, {0: 1e-4}),
+    "down_pixel_norm_silu": Case("down_pixel_norm_silu", [(1, 6, 10, 8)]),
+    "conv_sum": Case("conv_sum", [(2, 5, 3, 8), (9, 40, 8), (2, 5, 3, 40)], {"t": 0.3}),
+    "conv_sum clip": Case("conv_sum", [(1, 5, 3, 8), (9, 40, 8), (1, 5, 3, 40)], {"t": 0.3, "clip": 0.5}),
+    "conv_sum 1x1": Case("conv_sum", [(2, 3, 5, 40), (1, 8, 40), (2, 3, 5, 8)], {"t": 0.5, "clip": 0.5}),
+    "conv_cat_sum": Case(
+        "conv_cat_sum", [(2, 5, 3, 40), (9, 8, 40), (2, 5, 3, 8), (2, 5, 3, 40), (1, 8, 48)], {"cat_t": 0.4, "t": 0.3}
+    ),
+    "conv_cat_sum clip": Case(
+        "conv_cat_sum",
+        [(1, 3, 3, 8), (9, 40, 8), (1, 3, 3, 8), (1, 3, 3, 8), (1, 40, 16)],
+        {"cat_t": 0.5, "t": 0.3, "clip": 0.5},
+    ),
+    "residual_branch": Case(
+        "residual_branch", [(2, 5, 3, 8), (9, 40, 8), (2, 40), (9, 16, 40), (2, 5, 3, 16)], {"t": 0.3}
+    ),
+    "residual_branch clip": Case(
+        "residual_branch", [(3, 4, 4, 16), (9, 24, 16), (3, 24), (1, 8, 24), (3, 4, 4, 8)], {"t": 0.4, "clip": 0.5}
+    ),
+    "residual_branch_cat": Case(
+        "residual_branch_cat",
+        [(1, 3, 5, 8), (1, 3, 5, 16), (9, 16, 24), (1, 16), (9, 40, 16), (1, 40, 24)],
+        {"cat_t": 0.4, "t": 0.3, "clip": 0.5},
+    ),
+    "residual_branch_cat no clip": Case(
+        "residual_branch_cat",
+        [(2, 4, 4, 16), (2, 4, 4, 8), (1, 8, 24), (2, 8), (1, 16, 8), (1, 16, 24)],
+        {"cat_t": 0.5, "t": 0.3},
+    ),
+    "residual_branch_silu": Case("residual_branch_silu", [(2, 5, 3, 16), (9, 8, 16), (2, 8), (9, 16, 8)], {"t": 0.3}),
+    "residual_branch_silu clip": Case(
+        "residual_branch_silu", [(2, 5, 7, 8), (1, 24, 8), (2, 24), (9, 8, 24)], {"t": 0.3, "clip": 0.5}
+    ),
+    "cosine_attention": Case("cosine_attention", [(2, 3, 5, 2 * 3 * 40)], {"heads": 2}),
+    "cosine_attention two tokens": Case("cosine_attention", [(1, 1, 2, 2 * 3 * 8)], {"heads": 2}),
+    "resample up": Case("resample", [(2, 3, 5, 8)], {"mode": "up"}),
+    "resample up one channel": Case("resample", [(1, 3, 5, 1)], {"filter": [1, 1], "mode": "up"}),
+    "resample down": Case("resample", [(2, 4, 6, 8)], {"mode": "down"}),
+    "resample long": Case("resample", [(2, 4, 6, 8)], {"filter": (1, 3, 3, 1), "mode": "up"}),
+}  # fmt: skip
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
