@@ -10,6 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 from click.testing import CliRunner
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import edm2
 import kernels.fallback
@@ -25,8 +28,9 @@ from bench.runner import run_cases
 from bench.sampling import sample_case
 from edm2.backends import full_precision
 from edm2.summary import saved_bytes
-from kernels.jit import warm, warm_key
+from kernels.jit import OPTIONS, RecordedBox, _mock, _tensor, warm, warm_key
 from tests.conftest import relative_error, tiny_net
+from tests.gate.build import workers
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -256,6 +260,34 @@ class TestIsolated:
         assert not any(process.is_alive() for process in processes)
 
 
+def codes_of(step: tuple[str, int]) -> list[tuple[str, int, int, int]]:
+    """Of each launch of a step of EDM2-S the kernel, and, numbered in the order of their first use, its warm key, the code
+    that is compiled ahead and the code that the launch asks for. In a process where the driver compiles offline."""
+    keys, codes, found = {}, {}, []
+    for x in launches_of("this project", "edm2-img512-s", step[1], step[0]):
+        assert not any(base.storage_offset() * base.element_size() % 16 for base in map(_tensor, x.args) if base is not None)
+        ahead, launched = (triton_code(x.kernel, map(stand_in, x.args), x.options) for stand_in in (_mock, on_meta))
+        numbers = keys.setdefault(warm_key(x), len(keys)), codes.setdefault(ahead, len(codes)), codes.setdefault(launched, len(codes))
+        found.append((x.kernel.__name__, *numbers))
+    return found
+
+
+def on_meta(x):
+    """The argument of a launch with its sizes and strides, at address 0."""
+    if isinstance(x, RecordedBox):
+        return TensorDescriptor(on_meta(x.base), *x[1:])
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x
+
+
+def triton_code(kernel, args, options) -> str:
+    """Triton's name of the source with all that it specialises, by which it finds the compiled code on disk."""
+    options = OPTIONS | options
+    *_, backend, binder = kernel.device_caches[driver.active.get_current_device()]
+    bound, specialization, rest = binder(*args, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, rest)
+    return f"{ASTSource(kernel, signature, constants, attributes).hash()} {parsed.hash()}"
+
+
 class TestGpu:
     def test_tests_are_counted_and_stopped(self, tmp_path):
         (tmp_path / "test_x.py").write_text(
@@ -288,6 +320,15 @@ class TestGpu:
             warm(launch)
         assert {kernel for kernel, *_ in compiled} == {x.kernel for x in launches} and len(compiled) < len(launches)
         assert not any(isinstance(arg, torch.Tensor) for _, args, _ in compiled for arg in args)
+
+    def test_what_is_compiled_ahead_is_what_a_launch_looks_for(self):
+        """Arguments that stand in for tensors and descriptors ask Triton for the code that the real ones will ask for."""
+        with workers() as pool:
+            found = list(pool.map(codes_of, [("eval", 1), ("train", 8)]))
+        assert {name for codes in found for name, *_ in codes} >= {"conv_kernel", "wgrad_kernel", "cosine_attention_backward_kernel"}
+        for name, key, ahead, launched in (code for codes in found for code in codes):
+            assert ahead == launched, name
+            assert key == ahead, f"{name}: keys that differ share code, or equal ones do not"
 
     def test_first_line_is_the_answer(self):
         candidates = {"eager": {"images/s": 200.0}, "compile": {"images/s": 400.0}, "edm2": {"images/s": 1000.0}}
