@@ -86,6 +86,15 @@ WGRAD: dict[str, list[WgradTile]] = {
 }
 
 
+# Where cuDNN or cuBLAS and a pass for the epilogue win in training, with the figure that shows it: (kind, "forward",
+# "input gradient" or "weight gradient", taps, height, width, input and output channels of what is computed). Not measured yet.
+LIBRARY: set[tuple[str, str, int, int, int, int, int]] = set()
+
+
+def by_library(capability: int, op: str, taps: int, height: int, width: int, depth: int, channels: int) -> bool:
+    return (kind(capability), op, taps, height, width, depth, channels) in LIBRARY
+
+
 def kind(capability: int) -> str:
     """sm_90 to sm_110 have wgmma or tcgen05 and 227 KB; others mma, down to 99 KB."""
     return "wgmma" if 90 <= capability < 120 else "mma"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import conv_tiles, eager
-from kernels.implicit_gemm import Source, convolve
+from kernels.convolve import Source, convolve
 from kernels.jit import is_recording
 from kernels.modulation import masked_gradient, modulated_silu_backward
 from kernels.reference import cat_scales
@@ -47,13 +47,13 @@ def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tupl
         dw = dw[:, :rows, :columns].contiguous()
     if not with_dx:
         return x.new_empty(0), dw
-    dx, _ = convolve(g, _padded(w, rows=True), transposed=True)
+    dx, _ = convolve(g, _padded(w, rows=True), transposed=True, training=True)
     return dx if dx.shape == x.shape else dx[..., :columns].contiguous(), dw
 
 
 @by_table
 def conv_silu(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
-    v, u = convolve(_dense(x), _dense(w), "silu", m=_rows(m), with_extra=saves)
+    v, u = convolve(_dense(x), _dense(w), "silu", m=_rows(m), with_extra=saves, training=saves)
     return v, v.new_empty(0) if u is None else u
 
 
@@ -65,8 +65,13 @@ def conv_silu_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) ->
 
 @by_table
 def conv_sum(x: Tensor, w: Tensor, master: Tensor | None, residual: Tensor, t: float, clip: float | None) -> Tensor:
+    return _sum(x, w, residual, t, clip)
+
+
+def _sum(x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | None, training: bool = False) -> Tensor:
     scale, scale_conv = eager.sum_scales(t)
-    return convolve(_dense(x), _dense(w), scale=scale_conv, aux=_dense(residual), scale_aux=scale, clip=clip)[0]
+    factors = dict(scale=scale_conv, scale_aux=scale, clip=clip)
+    return convolve(_dense(x), _dense(w), aux=_dense(residual), **factors, training=training)[0]
 
 
 @by_table
@@ -75,7 +80,7 @@ def conv_sum_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale, scale_conv = eager.sum_scales(t)
     g, factor = masked_gradient(g, y, scale, clip), scale_conv / scale
-    dx, _ = convolve(g, _dense(w), transposed=True, scale=factor)
+    dx, _ = convolve(g, _dense(w), transposed=True, scale=factor, training=True)
     return dx, weight_gradient(g, _dense(x), w.shape[0], factor), g
 
 
@@ -106,7 +111,7 @@ def residual_branch(
     t: float, clip: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     v, u = conv_silu(x, w0, master0, m, saves)
-    return conv_sum(v, w1, master1, residual, t, clip), *_saved(v, u, saves)
+    return _sum(v, w1, residual, t, clip, training=saves), *_saved(v, u, saves)
 
 
 @by_table
@@ -117,7 +122,7 @@ def residual_branch_backward(
     scale, scale_conv = eager.sum_scales(t)
     g, factor = masked_gradient(g, y, scale, clip), scale_conv / scale
     dw1 = weight_gradient(g, v, w1.shape[0], factor)
-    du, dm = convolve(g, _dense(w1), "silu_grad", transposed=True, scale=factor, aux=u, m=_rows(m))
+    du, dm = convolve(g, _dense(w1), "silu_grad", transposed=True, scale=factor, aux=u, m=_rows(m), training=True)
     return *conv_backward(du, x, w0), dm, dw1, g
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import conv_tiles
+from kernels import conv_tiles, library
 from kernels.conv_tiles import WgradTile
 from kernels.jit import capability, descriptor, launch
 from kernels.pixels import load_pixels
@@ -116,6 +116,9 @@ def weight_gradient(
     Into `out`, if given: `[taps, C, K]`, whose rows may lie apart.
     """
     (n, height, width, depth), channels = x.shape, g.shape[3]
+    if conv_tiles.by_library(capability(x), "weight gradient", taps, height, width, depth, channels):
+        dw = library.weight_gradient(g, x, taps).float() * scale
+        return dw.contiguous() if out is None else out.copy_(dw)
     dw = g.new_empty(taps, channels, depth, dtype=torch.float32) if out is None else out
     if x.numel() == 0:
         return dw.zero_()

@@ -1,0 +1,130 @@
+"""Launches of the convolution kernel with its epilogues, by the tiles of `kernels.conv_tiles`."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels import conv_tiles, library
+from kernels.conv_tiles import ConvTile
+from kernels.implicit_gemm import conv_kernel
+from kernels.jit import capability, descriptor, launch
+from kernels.wgrad import sum_parts
+
+EPILOGUE_STAGES = 3  # a quarter's loads run two ahead
+
+
+class Source(NamedTuple):
+    """A tensor `[N, H, W, K]` and its weight `[1, C, K]`, whose rows may lie apart."""
+
+    x: Tensor
+    w: Tensor
+
+
+def convolve(
+    x: Tensor,
+    w: Tensor,
+    epilogue: str = "sum",
+    *,
+    transposed: bool = False,
+    sources: Sequence[Source] = (),
+    scale: float = 1.0,
+    aux: Tensor | None = None,
+    scale_aux: float = 0.0,
+    act: Tensor | None = None,
+    scale_act: float = 1.0,
+    clip: float | None = None,
+    with_extra: bool = False,
+    m: Tensor | None = None,
+    tile: ConvTile | None = None,
+    training: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """y and extra, or y and dm, of an epilogue (see `finish`).
+
+    x `[N, H, W, K]`, w `[9 or 1, C, K]` (for the input gradient `transposed`, `[9 or 1, K, C]`), m `[N, C]`, aux
+    and act `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added before the scale. In training the library
+    may convolve, where the table of tiles says so.
+    """
+    (n, height, width, depth), channels = x.shape, w.shape[2 if transposed else 1]
+    tile = tile or conv_tiles.conv(capability(x), n * height * width, channels)
+    op = "input gradient" if transposed else "forward"
+    by_library = training and not sources and conv_tiles.by_library(capability(x), op, w.shape[0], height, width, depth, channels)
+    bi, bh, bw = tile.box(height, width)
+    tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
+
+    y = x.new_empty(n, height, width, channels)
+    extra = torch.empty_like(y) if with_extra else None
+    sums = None
+    if epilogue == "silu_grad":
+        sums = m.new_empty(n, max(4 // bi, 1) * tiles_image, channels, dtype=torch.float32)
+    sizes = (n, height, width, 0 if m is None else m.stride(0), scale, scale_aux, scale_act)
+    constants = dict(C=channels, EPILOGUE=epilogue, CLIP=clip, BI=bi, BH=bh, BW=bw)
+    tiles = triton.cdiv(n, bi) * tiles_image
+    if by_library:
+        u, block = library.convolution(x, w, transposed), tile.channels[0]
+        launch(
+            library.epilogue_kernel, (tiles * triton.cdiv(channels, block),), u, y, extra, aux, act, m, sums, *sizes,
+            **constants, BN=block, num_warps=tile.warps,
+        )  # fmt: skip
+    else:
+        _launch_kernel(x, w, transposed, sources, (y, extra, aux, act, m, sums), sizes, constants, tile, tiles)
+    if sums is None:
+        return y, extra
+    dm = m.new_empty(m.shape)
+    sum_parts(sums, dm)
+    return y, dm
+
+
+def _launch_kernel(
+    x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source], outputs: tuple[Tensor | None, ...],
+    sizes: tuple[float, ...], constants: dict[str, Any], tile: ConvTile, tiles: int,
+) -> None:  # fmt: skip
+    """The implicit GEMM, on `tiles` of pixels."""
+    (n, height, width, depth), channels = x.shape, constants["C"]
+    y, extra, aux, act, m, sums = outputs
+    a, b = (*sources, None, None)[:2]
+    views = _Views(tile, (constants["BI"], constants["BH"], constants["BW"]))
+    launch(
+        conv_kernel, (tiles * triton.cdiv(channels, sum(tile.channels)),),
+        views.input(x), *views.weight(w, transposed),
+        *(views.input(a.x), *views.weight(a.w)) if a else (None,) * 3,
+        *(views.input(b.x), *views.weight(b.w)) if b else (None,) * 3,
+        *views.output(y), *views.output(extra), *views.output(aux), *views.output(act), m, sums,
+        *sizes, **constants,
+        K=depth, KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, TAPS=w.shape[0],
+        TRANSPOSED=transposed, STRIDE_W=views.stride(w), STRIDE_WA=views.stride(a.w) if a else 0,
+        BN0=tile.channels[0], BN1=tile.channels[1], BLOCK_K=tile.block_k,
+        BOXES=tile.boxes, STAGES=EPILOGUE_STAGES, num_warps=tile.warps, num_stages=tile.stages,
+        flops=2 * n * height * width * channels * (w.shape[0] * depth + sum(source.x.shape[3] for source in sources)),
+    )  # fmt: skip
+
+
+class _Views(NamedTuple):
+    """How the kernel reaches tensors: descriptors with the boxes of a tile, or the tensors themselves."""
+
+    tile: ConvTile
+    box: tuple[int, int, int]
+
+    def input(self, x: Tensor) -> Any:
+        return descriptor(x, *self.box, self.tile.block_k) if self.tile.boxes else x
+
+    def weight(self, w: Tensor, transposed: bool = False) -> list:
+        """For each accumulator, like `output`."""
+        depth = self.tile.block_k
+        return self._each(w, *((1, depth, c) if transposed else (1, c, depth) for c in self.tile.channels))
+
+    def stride(self, w: Tensor) -> int:
+        """Of a weight's rows, where the kernel must know it."""
+        return 0 if self.tile.boxes else w.stride(1)
+
+    def output(self, y: Tensor | None) -> list:
+        """In quarters."""
+        bi, bh, bw = self.box
+        return self._each(y, *((max(bi // 4, 1), bh // max(4 // bi, 1), bw, c) for c in self.tile.channels))
+
+    def _each(self, x: Tensor | None, *sizes: tuple[int, ...]) -> list:
+        if x is None or not self.tile.boxes:
+            return [x, x]
+        return [descriptor(x, *size) if 0 not in size else None for size in sizes]

@@ -1,0 +1,68 @@
+"""Rows of the table of tiles that name the library: its convolutions with an epilogue kernel, in training only."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import kernels
+from kernels import conv_tiles, convolve, reference, wgrad
+from kernels.jit import INTERPRET
+from tests.conftest import relative_error
+from tests.test_ops import CASES, Case
+
+pytestmark = pytest.mark.skipif(not INTERPRET, reason="about kernels")
+BRANCH = CASES["residual_branch"]
+WIDE = Case("residual_branch", [(5, 4, 4, 8), (9, 72, 8), (5, 72), (1, 8, 72), (5, 4, 4, 8)], {"t": 0.3, "clip": 0.5})
+OPS = [name for name, case in CASES.items() if case.op.startswith(("conv", "residual_branch")) and case.shapes[0][3] > 1]
+
+
+class Rows:
+    """A table that names the library for one kind of convolution, whatever its size."""
+
+    def __init__(self, op: str):
+        self.op = op
+
+    def __contains__(self, row: tuple) -> bool:
+        return row[1] == self.op
+
+
+@pytest.fixture(params=["forward", "input gradient", "weight gradient"])
+def op(request, monkeypatch):
+    monkeypatch.setattr(conv_tiles, "LIBRARY", Rows(request.param))
+    return request.param
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """How often each kernel has started."""
+    counts = Counter()
+
+    def counting(launch):
+        return lambda kernel, *args, **kwargs: counts.update([kernel.__name__]) or launch(kernel, *args, **kwargs)
+
+    for module in (convolve, wgrad):
+        monkeypatch.setattr(module, "launch", counting(module.launch))
+    return counts
+
+
+@pytest.mark.parametrize("case", [*(CASES[name] for name in OPS), WIDE], ids=[*OPS, "wide"])
+def test_no_worse_than_pytorch(case, op):
+    inputs = case.inputs(torch.float16)
+    exact = case.run(reference, [x.detach().float().requires_grad_() for x in inputs])
+    for a, b, truth in zip(case.run(kernels, inputs), case.run(reference, inputs), exact, strict=True):
+        assert relative_error(a.float(), truth) < max(2 * relative_error(b.float(), truth), torch.finfo(torch.float16).eps)
+
+
+def test_kernels_of_other_kinds_stay(op, started):
+    """Of two convolutions each forward, for the input gradients and for the weight gradients."""
+    BRANCH.run(kernels, BRANCH.inputs(torch.float16))
+    replaced = 0 if op == "weight gradient" else 2
+    assert started["conv_kernel"] == 4 - replaced and started["epilogue_kernel"] == replaced
+    assert started["wgrad_kernel"] == (0 if op == "weight gradient" else 2)
+
+
+def test_sampling_takes_kernels(op, started):
+    with torch.no_grad():
+        BRANCH.outputs(kernels, BRANCH.inputs(torch.float16))
+    assert started == {"conv_kernel": 2}
