@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bench import cases
+from bench import cases, counted
 from bench.case import Case
 from bench.gpu import run as run_gpu
 from bench.ledger import CANDIDATES, count, table
@@ -87,13 +87,19 @@ def gpu(budget: float, only: str, dry_run: bool) -> None:
 @main.command()
 @click.option("--check", is_flag=True, help="Write nothing; fail with a diff where README or docs differ from the results.")
 def report(check: bool) -> None:
-    """Write the README's tables, and tables and plots in docs/bench, from bench/results."""
+    """Write the tables of the READMEs, and tables and plots in docs/bench, from bench/results."""
     root = RESULTS.parent.parent
     if not check:
         update(root)
     elif changes := differences(root):
         click.echo(changes)
         raise UserError("README or docs differ from bench/results: python -m bench report")
+
+
+@main.command()
+def count_ledger() -> None:
+    """Count the ledger of EDM2-S that the documents show, into bench/results/ledger.json."""
+    counted.save(RESULTS.parent.parent)
 
 
 @main.command()
@@ -104,9 +110,7 @@ def report(check: bool) -> None:
 @click.option("--tflops", type=Float(above=0), default=790, show_default=True, help="Arithmetic ceiling, TFLOP/s.")
 @click.option("--tbps", type=Float(above=0), default=4.3, show_default=True, help="Memory ceiling, TB/s.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-def ledger(
-    preset: str, batch: int, phase: tuple[str, ...], candidate: tuple[str, ...], tflops: float, tbps: float, as_json: bool
-) -> None:
+def ledger(preset: str, batch: int, phase: tuple[str, ...], candidate: tuple[str, ...], tflops: float, tbps: float, as_json: bool) -> None:
     """Count launches, FLOPs, bytes and saved bytes of a step, without a GPU.
 
     The default ceilings are those measured on an NVIDIA H200: the largest cuBLAS product and a copy.

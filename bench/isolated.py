@@ -4,19 +4,23 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.case import Case
+from bench.convs import LIBRARY
 from bench.ledger import launches_of
 from bench.runner import OURS, UNFINISHED, Save, blank, broken, reason, run_case, this_device
 from edm2.backends import full_precision
-from kernels.jit import warm, warm_key
+from kernels.jit import Launch, warm, warm_key
+from kernels.tracing import OnGPU
 
 Source = Callable[[], Iterable[Case]]  # importable: a process finds its cases by name, since they cannot be pickled
 SPAWN = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
@@ -113,9 +117,10 @@ def start_compiling(source: Source, batches: Sequence[Sequence[str]]) -> list[Ba
     return _start([(_compile, source, *each) for each in zip(batches, shares)])
 
 
-def start_warming(preset: str, batch: int, workers: int) -> list[BaseProcess]:
-    """Compile the Triton kernels that a training step, and evaluations of 1, 8 and 64 images launch, into its cache."""
-    return _start([(_warm, preset, batch, worker, workers) for worker in range(workers)])
+def start_warming(source: Source, names: Sequence[str], preset: str, batch: int, workers: int) -> list[BaseProcess]:
+    """Compile Triton kernels into its cache: those that a training step, evaluations of 1, 8 and 64 images and these cases
+    launch, in this order."""
+    return _start([(_warm, source, names, preset, batch, worker, workers) for worker in range(workers)])
 
 
 def _start(jobs: Sequence[tuple]) -> list[BaseProcess]:
@@ -151,14 +156,42 @@ def _compile_case(case: Case, device: torch.device) -> None:
                 print(f"compiling {case.name} ahead: {reason(e)}", flush=True)
 
 
-def _warm(preset: str, batch: int, worker: int, workers: int) -> None:
+def _warm(source: Source, names: Sequence[str], preset: str, batch: int, worker: int, workers: int) -> None:
     """A share of the kernels: the others' workers have the rest."""
     os.setsid()
-    steps = [(batch, "train"), *((n, "eval") for n in (1, 8, 64))]
     major, minor = torch.cuda.get_device_capability()
-    launches = {warm_key(x): x for n, phase in steps for x in launches_of("this project", preset, n, phase, 10 * major + minor)}
-    for key in sorted(launches)[worker::workers]:
-        warm(launches[key])
+    for launch in islice(to_warm(source, names, preset, batch, 10 * major + minor), worker, None, workers):
+        warm(launch)
+
+
+def to_warm(source: Source, names: Sequence[str], preset: str, batch: int, capability: int) -> Iterator[Launch]:
+    """One launch for each code that Triton makes."""
+    seen: set[str] = set()
+    for x in chain(_step_launches(preset, batch, capability), _launches_of_cases(source, set(names), capability)):
+        if (key := warm_key(x)) not in seen:
+            seen.add(key)
+            yield x
+
+
+def _step_launches(preset: str, batch: int, capability: int) -> Iterator[Launch]:
+    for n, phase in ((batch, "train"), *((n, "eval") for n in (1, 8, 64))):
+        yield from launches_of("this project", preset, n, phase, capability)
+
+
+def _launches_of_cases(source: Source, names: set[str], capability: int) -> Iterator[Launch]:
+    for case in source():
+        if case.name in names:
+            yield from case_launches(case, capability)
+
+
+def case_launches(case: Case, capability: int) -> list[Launch]:
+    """Of this project's candidates, told on fake tensors."""
+    launches: list[Launch] = []
+    with FakeTensorMode(), OnGPU(launches.append, capability):
+        for name, run in case.build(torch.device("cpu")).items():
+            if name in (OURS, LIBRARY):
+                run()
+    return launches
 
 
 def finish(processes: list[BaseProcess], deadline: float) -> int:

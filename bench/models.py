@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import edm2
-from bench.baseline import Baseline, BaselineOptimizer, UnpreparedWeights
+from bench.baseline import Baseline, BaselineOptimizer, UnpreparedWeights, mp_cat
 from bench.case import Candidates, Case, data_size
 from bench.ledger import fake_network, make_state
 from edm2.data import ImageDataset, batches
@@ -27,43 +27,51 @@ from kernels.jit import Launch
 from kernels.tracing import OnGPU
 
 
-def block_case(preset: str, batch: int, level: int = 0, needs_gpu: bool = True) -> Case:
-    """Forward and backward of one encoder block (the last of its level) on given activations."""
+def block_case(preset: str, batch: int, level: int = 0, flavor: str = "enc", needs_gpu: bool = True) -> Case:
+    """Forward and backward of the last block of a level, from given activations and a given gradient.
+
+    A decoder block also joins a skip. Compared are the gradients of activations and weights.
+    """
     resolution = data_size(preset)[0] >> level
 
     def build(device: torch.device) -> Candidates:
         dtype = torch.float16 if device.type == "cuda" else torch.float32
         net = make_network(preset, device).train()
-        block = [b for name, b in net.unet.enc.items() if name.startswith(f"{resolution}x{resolution}_block")][-1]
+        blocks = getattr(net.unet, flavor).items()
+        block = [block for name, block in blocks if name.startswith(f"{resolution}x{resolution}_block")][-1]
         channels, emb_channels = block.conv_res1.weight.shape[0], block.emb_linear.weight.shape[1]
-        x = torch.randn(batch, channels, resolution, resolution, device=device, dtype=dtype)
+        skip_channels = block.conv_res0.weight.shape[1] - channels if flavor == "dec" else 0
+        shapes = [(batch, c, resolution, resolution) for c in (channels, channels, skip_channels) if c]
+        g, *sources = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
         emb = torch.randn(batch, emb_channels, device=device)
 
-        def run(forward: Callable, x: Tensor, back: Callable) -> Callable[[], Tensor]:
-            x = x.requires_grad_()
+        def run(forward: Callable[..., Tensor], form: Callable[[Tensor], Tensor], back: Callable = lambda dx: dx) -> Callable:
+            inputs = [form(x).clone().requires_grad_() for x in sources]
+            gradient, weights = form(g), [p for p in block.parameters() if p.ndim]
 
-            def step() -> Tensor:
-                net.zero_grad()
-                x.grad = None
-                y = forward(x, emb)
-                y.backward(torch.ones_like(y))
-                return back(x.grad)
+            def step() -> list[Tensor]:
+                found = torch.autograd.grad(forward(*inputs), [*inputs, *weights, block.emb_gain], gradient)
+                return [*map(back, found[: len(inputs)]), *found[len(inputs) : -1]]  # a gain's is a sum that may cancel
 
             return step
 
-        plain, fast = Baseline(net), Baseline(net, fast=True)
-        compiled = compile_for(device, lambda x, emb: fast.block(block, x, emb))
-        last = x.contiguous(memory_format=torch.channels_last)
-        nhwc = x.permute(0, 2, 3, 1).contiguous()
+        def plain(fast: bool) -> Callable[..., Tensor]:
+            network = Baseline(net, fast)
+            return lambda x, *skip: network.block(block, mp_cat(x, *skip, block.concat_balance) if skip else x, emb)
+
+        def own(x: Tensor, *skip: Tensor) -> Tensor:
+            return block(x, block.modulation(emb).to(x.dtype), *skip)
+
+        last = partial(Tensor.contiguous, memory_format=torch.channels_last)
         return {
-            "eager": run(lambda x, emb: plain.block(block, x, emb), x.clone(), lambda g: g),
-            "eager channels-last": run(lambda x, emb: fast.block(block, x, emb), last.clone(), lambda g: g),
-            compile_name(device): run(compiled, last.clone(), lambda g: g),
-            "edm2": run(lambda x, emb: block(x, block.modulation(emb).to(x.dtype)), nhwc, lambda g: g.permute(0, 3, 1, 2)),
+            "eager": run(plain(False), Tensor.contiguous),
+            "eager channels-last": run(plain(True), last),
+            compile_name(device): run(compile_for(device, plain(True)), last),
+            "edm2": run(own, lambda x: x.permute(0, 2, 3, 1).contiguous(), lambda dx: dx.permute(0, 3, 1, 2)),
         }
 
-    facts = {"preset": preset, "batch": batch, "resolution": resolution}
-    name = f"block/{preset}/{resolution}x{resolution}/n{batch}"
+    facts = {"preset": preset, "batch": batch, "resolution": resolution, "flavor": flavor}
+    name = f"block/{preset}/{'' if flavor == 'enc' else flavor + '-'}{resolution}x{resolution}/n{batch}"
     return Case(name, build, images=batch, facts=facts, needs_gpu=needs_gpu, compiles=True)
 
 

@@ -6,7 +6,7 @@ them. The reference is the op's meaning in `kernels.reference`, in fp32.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +41,6 @@ def _cat_silu(a: Tensor, b: Tensor, t: float) -> Tensor:
     return baseline.mp_silu(baseline.mp_cat(a, b, t)).permute(0, 2, 3, 1)
 
 
-def _mp_sum(a: Tensor, b: Tensor, t: float, clip: float | None) -> Tensor:
-    x = baseline.mp_sum(a, b, t)
-    return x if clip is None else x.clip(-clip, clip)
-
-
 def _cosine_attention(qkv: Tensor, heads: int) -> Tensor:
     """With q, k and v each contiguous in a row, as this project has them and as is best for SDPA."""
     n, height, width, channels = qkv.shape
@@ -58,7 +53,6 @@ PLAIN: dict[str, Callable] = {  # op → the same as `bench.baseline` does it, o
     "pixel_norm_silu": _pixel_norm_silu,
     "down_pixel_norm_silu": _down_pixel_norm_silu,
     "cat_silu": _cat_silu,
-    "mp_sum": _mp_sum,
     "mp_silu": baseline.mp_silu,
     "cosine_attention": _cosine_attention,
     "linear": lambda x, w: x @ w[0].t(),
@@ -112,7 +106,8 @@ def op_case(call: Call, backward: bool, needs_gpu: bool = True) -> Case:
         functions["edm2"] = getattr(kernels, call.op)
 
         def candidate(function: Callable, tensors: list[Tensor]) -> Callable[[], Any]:
-            return _Backward(call, function, tensors, gradients) if backward else lambda: call.run(function, tensors)
+            run = partial(call.run, function, tensors)
+            return backward_of(run, tensors, gradients) if backward else run
 
         exact = candidate(getattr(reference, call.op), wide)
         return {REFERENCE: exact} | {name: candidate(function, tensors) for name, function in functions.items()}
@@ -123,19 +118,17 @@ def op_case(call: Call, backward: bool, needs_gpu: bool = True) -> Case:
     return Case(name, build, flops, moved, 0, facts, TOLERANCES[call.dtype], needs_gpu, compiles=True, dtype=dtype)
 
 
-class _Backward:
-    """The backward of a call; the first time also the forward, whose graph it keeps."""
+def backward_of(run: Callable[[], Sequence[Tensor]], tensors: list[Tensor], gradients: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+    """The backward of `run` for tensors, given gradients; the first time also the forward, whose graph is kept."""
+    outputs: list[Tensor] = []
 
-    def __init__(self, call: Call, function: Callable, tensors: list[Tensor], gradients: list[Tensor]):
-        self.call, self.function, self.tensors, self.gradients = call, function, tensors, gradients
-        self.outputs: list[Tensor] | None = None
-
-    def __call__(self) -> tuple[Tensor, ...]:
-        if self.outputs is None:
+    def backward() -> tuple[Tensor, ...]:
+        if not outputs:
             with functorch_config.patch(donated_buffer=False):  # compiled code would reuse the graph's memory
-                self.outputs = self.call.run(self.function, self.tensors)
-        gradients = [g.to(y.dtype) for g, y in zip(self.gradients, self.outputs)]
-        return torch.autograd.grad(self.outputs, self.tensors, gradients, retain_graph=True)
+                outputs.extend(run())
+        return torch.autograd.grad(outputs, tensors, [g.to(y.dtype) for g, y in zip(gradients, outputs)], retain_graph=True)
+
+    return backward
 
 
 class _Calls(OnGPU):
@@ -155,9 +148,6 @@ def _call(op: str, x: Tensor, *rest: Any) -> Call | None:
     shape = tuple(x.shape)
     if op == "linear":
         return Call(op, (shape, tuple(rest[0].shape)), (), x.dtype)
-    if op == "conv_sum":  # its sum, which no convolution absorbs yet
-        _, _, residual, t, clip = rest
-        return Call("mp_sum", (tuple(residual.shape),) * 2, (t, clip), x.dtype)
     if x.ndim != 4:
         return None
     if op == "pixel_norm_silu":
@@ -171,12 +161,11 @@ def _call(op: str, x: Tensor, *rest: Any) -> Call | None:
 
 @lru_cache
 def calls_of(preset: str, batch: int) -> tuple[Call, ...]:
-    """The distinct calls of one evaluation, MP-Sum with the clip where a shape has it."""
+    """The distinct calls of one evaluation."""
     with fake_network(preset) as net, torch.no_grad(), _Calls() as calls:
         inputs = inputs_for(net, batch)
         net.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
-    clipped = {call.shapes for call in calls.found if call.op == "mp_sum" and call.constants[1] is not None}
-    return tuple(call for call in calls.found if not (call.op == "mp_sum" and call.constants[1] is None and call.shapes in clipped))
+    return tuple(calls.found)
 
 
 @lru_cache

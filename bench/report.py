@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import plots
+from bench import counted, goals, plots
 from edm2.errors import UserError
 from edm2.files import make_folder
 from edm2.presets import PRESETS
@@ -21,6 +21,7 @@ TITLES = {
     "block": "One encoder block, forward and backward",
     "kernels": "Kernels",
 }
+CONVOLUTIONS = "Convolutions of EDM2-S at batch 256; the goals are for an H200"
 FACTS = {  # of a machine's description, and how they read
     "name": "{}", "threads": "{} threads", "driver_version": "driver {}", "power.limit": "power limit {}",
     "torch": "PyTorch {}", "triton": "Triton {}", "commit": "commit {}",
@@ -76,7 +77,7 @@ def differences(root: Path) -> str:
 def load(results: Path) -> list[Machine]:
     """GPUs first. What was traced but not compiled is no baseline and left out."""
     machines = []
-    for folder in sorted(results.iterdir()):
+    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
         cases = sorted(map(_read, folder.glob("*.json")), key=_place)
         if cases:
             machines.append(Machine(folder.name, cases, _merged(cases)))
@@ -84,11 +85,13 @@ def load(results: Path) -> list[Machine]:
 
 
 def documents(root: Path, machines: list[Machine]) -> dict[Path, str]:
-    """Path → text of the README and of each machine's full tables."""
+    """Path → text of the READMEs and of each machine's full tables."""
     before, after = _parts_of(root / "README.md")
-    sections = [_answer(machines), *(_section(root, machine) for machine in machines)]
+    counts = counted.load(root)
+    sections = [_answer(machines), *([counted.sentence(counts)] if counts else []), *(_section(root, machine) for machine in machines)]
     readme = f"{before}{BEGIN}\n" + "\n\n".join(sections) + f"\n{END}{after}"
-    return {root / "README.md": readme} | {_docs(root) / f"{machine.name}.md": _full(root, machine) for machine in machines}
+    pages = {_docs(root) / f"{machine.name}.md": _full(root, machine) for machine in machines}
+    return {root / "README.md": readme} | counted.documents(root) | pages
 
 
 def _docs(root: Path) -> Path:
@@ -164,6 +167,8 @@ def _section(root: Path, machine: Machine) -> str:
     parts = [f"### {machine.name}", _described(machine), *_pictures(root, machine, "docs/bench/")]
     tables = {group: machine.of(group) for group in TITLES}
     parts += [f"{TITLES[group]}:\n\n{_wide(cases)}" for group, cases in tables.items() if cases and group != "kernels"]
+    if averages := [_table(*table) for table in goals.averages(machine.merged)]:
+        parts.append(f"{CONVOLUTIONS}:\n\n" + "\n\n".join(averages))
     if tables["kernels"]:
         parts.append(f"{TITLES['kernels']}, with the share of the ceiling that each is nearer to:\n\n{_by_op(tables['kernels'])}")
     return "\n\n".join([*parts, *_unmeasured(machine), f"Everything: [docs/bench/{machine.name}.md](docs/bench/{machine.name}.md)."])
@@ -255,11 +260,20 @@ def _full(root: Path, machine: Machine) -> str:
     parts += [f"Shares are of the product and of the copy of the same run, at best {' and '.join(roof)}."] if roof else []
     parts += _pictures(root, machine, "")
     header = ["case", "candidate", "ms (20–80 %)", "rates", "MFU", "phases, ms", "peak GiB", "error"]
+    averages = [_table(*table) for table in goals.averages(machine.merged)]
+    parts += [f"## {CONVOLUTIONS}", *averages, *_convolutions(machine)] if averages else []
     for group, title in TITLES.items():
         cases = [case for case in machine.cases if case["group"] == group]
         rows = [_details(case["case"], *item) for case in cases for item in case["candidates"].items()]
         parts += [f"## {title}", _table(header, rows) if rows else "Unmeasured."]
     return "\n\n".join(parts) + "\n"
+
+
+def _convolutions(machine: Machine) -> list[str]:
+    """What is not averaged: each epilogue, each row of the table of tiles."""
+    tables = goals.additions(machine.merged), goals.library_rows(machine.merged)
+    texts = "Beyond the plain convolutions in it, each fused case takes:", "Rows that `kernels.conv_tiles.LIBRARY` may name:"
+    return [f"{text}\n\n{_table(*table)}" for text, table in zip(texts, tables) if table[1]]
 
 
 def _ceilings(machine: Machine, unit: str) -> list[float]:

@@ -22,6 +22,8 @@ OWN_KERNELS = ("eager", "compile", "edm2")
 def candidates_of(case: Case) -> tuple[str | None, ...]:
     if mode := case.facts.get("mode"):
         return "eager channels-last", f"compile {mode}"
+    if case.group == "kernels" and case.name.startswith("kernels/conv") and not case.compiles:
+        return "cuDNN", "edm2"
     return OWN_KERNELS if case.group == "kernels" and case.compiles else BY_GROUP[case.group]
 
 

@@ -141,17 +141,22 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def warm_key(launch: Launch) -> str:
-    """The same for launches that Triton serves with the same code: of integers it tells apart 1, multiples of 16 and width."""
-    kinds = [_kind(x) for x in launch.args]
+    """The same for launches that Triton serves with the same code."""
+    kinds = [_kind(x, p.is_constexpr, p.do_not_specialize) for x, p in zip(launch.args, launch.kernel.params)]
     return f"{launch.kernel.__module__}.{launch.kernel.__name__} {kinds} {sorted(launch.options.items())}"
 
 
-def _kind(x: Any) -> str:
+def _kind(x: Any, constant: bool, general: bool) -> str:
+    """What Triton tells apart: of integers 1, multiples of 16 and width, of those for `general` code width, of floats nothing."""
     if isinstance(x, RecordedBox):
         return f"{x.base.dtype}{x.block_shape}"
     if isinstance(x, Tensor):
         return str(x.dtype)
-    return f"{x == 1} {x % 16 == 0} {x >= 2**31}" if isinstance(x, int) else repr(x)
+    if constant or not isinstance(x, int | float) or isinstance(x, bool):
+        return repr(x)
+    if isinstance(x, float):
+        return "float"
+    return f"int {x >= 2**31}" + ("" if general else f" {x == 1} {x % 16 == 0}")
 
 
 @triton.jit

@@ -6,27 +6,34 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import edm2
 import kernels.fallback
-from bench import cases, gpu
+from bench import cases, counted, gpu
 from bench.__main__ import main
 from bench.baseline import Baseline, BaselineOptimizer
 from bench.case import Case
+from bench.convs import conv_shapes
 from bench.isolated import Isolated, finish, start_compiling
 from bench.ledger import CANDIDATES, Entry, Recorder, count, fake_network, inputs_for, launches_of
-from bench.library import conv_shapes
 from bench.models import compile_for, data_stream, make_inputs, make_network
 from bench.runner import run_cases
 from bench.sampling import sample_case
 from edm2.backends import full_precision
 from edm2.summary import saved_bytes
-from kernels.jit import warm, warm_key
+from kernels.jit import OPTIONS, RecordedBox, _mock, _tensor, warm, warm_key
 from tests.conftest import relative_error, tiny_net
+from tests.gate.build import workers
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -256,6 +263,34 @@ class TestIsolated:
         assert not any(process.is_alive() for process in processes)
 
 
+def codes_of(step: tuple[str, int]) -> list[tuple[str, int, int, int]]:
+    """Of each launch of a step of EDM2-S the kernel, and, numbered in the order of their first use, its warm key, the code
+    that is compiled ahead and the code that the launch asks for. In a process where the driver compiles offline."""
+    keys, codes, found = {}, {}, []
+    for x in launches_of("this project", "edm2-img512-s", step[1], step[0]):
+        assert not any(base.storage_offset() * base.element_size() % 16 for base in map(_tensor, x.args) if base is not None)
+        ahead, launched = (triton_code(x.kernel, map(stand_in, x.args), x.options) for stand_in in (_mock, on_meta))
+        numbers = keys.setdefault(warm_key(x), len(keys)), codes.setdefault(ahead, len(codes)), codes.setdefault(launched, len(codes))
+        found.append((x.kernel.__name__, *numbers))
+    return found
+
+
+def on_meta(x):
+    """The argument of a launch with its sizes and strides, at address 0."""
+    if isinstance(x, RecordedBox):
+        return TensorDescriptor(on_meta(x.base), *x[1:])
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x
+
+
+def triton_code(kernel, args, options) -> str:
+    """Triton's name of the source with all that it specialises, by which it finds the compiled code on disk."""
+    options = OPTIONS | options
+    *_, backend, binder = kernel.device_caches[driver.active.get_current_device()]
+    bound, specialization, rest = binder(*args, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, rest)
+    return f"{ASTSource(kernel, signature, constants, attributes).hash()} {parsed.hash()}"
+
+
 class TestGpu:
     def test_tests_are_counted_and_stopped(self, tmp_path):
         (tmp_path / "test_x.py").write_text(
@@ -289,6 +324,15 @@ class TestGpu:
         assert {kernel for kernel, *_ in compiled} == {x.kernel for x in launches} and len(compiled) < len(launches)
         assert not any(isinstance(arg, torch.Tensor) for _, args, _ in compiled for arg in args)
 
+    def test_what_is_compiled_ahead_is_what_a_launch_looks_for(self):
+        """Arguments that stand in for tensors and descriptors ask Triton for the code that the real ones will ask for."""
+        with workers() as pool:
+            found = list(pool.map(codes_of, [("eval", 1), ("train", 8)]))
+        assert {name for codes in found for name, *_ in codes} >= {"conv_kernel", "wgrad_kernel", "cosine_attention_backward_kernel"}
+        for name, key, ahead, launched in (code for codes in found for code in codes):
+            assert ahead == launched, name
+            assert key == ahead, f"{name}: keys that differ share code, or equal ones do not"
+
     def test_first_line_is_the_answer(self):
         candidates = {"eager": {"images/s": 200.0}, "compile": {"images/s": 400.0}, "edm2": {"images/s": 1000.0}}
         result = {"group": "train", "preset": "edm2-img512-s", "batch": 256, "candidates": candidates}
@@ -300,7 +344,7 @@ class TestGpu:
         """Tests, compilation ahead, a case in a process of its own, the table."""
         monkeypatch.chdir(tmp_path)
         result = CliRunner().invoke(main, ["gpu", "--dry-run", "--only=block"])
-        assert result.exit_code == 0 and "1 of 1 processes compiled ahead" in result.output, result.output
+        assert result.exit_code == 0 and "2 of 2 processes compiled ahead" in result.output, result.output
         table = result.output.split("\n\n")[1].splitlines()
         assert table[0] == "training: unmeasured" and table[1].startswith("GPU tests: ") and table[2].startswith("block/digits")
         folder = tmp_path / "out" / "rehearsal"
@@ -335,24 +379,25 @@ def test_launches_are_those_of_a_profiler(phase):
 
 
 class TestLedger:
-    """Totals of EDM2-S at batch 256, pinned: a pass over memory that comes or goes shows here."""
+    """Totals of EDM2-S at batch 256, held by `bench/results/ledger.json`: a pass over memory that comes or goes shows here."""
 
-    @pytest.mark.parametrize(
-        ("candidate", "phase", "launches", "gigabytes", "saved"),
-        [
-            ("eager", "eval", 1846, 230.1, 0),
-            ("eager", "train", 7125, 765.8, 227.1),
-            ("this project", "eval", 392, 73.9, 0),
-            ("this project", "train", 876, 274.3, 144.1),
-        ],
-    )
-    def test_edm2_s(self, candidate, phase, launches, gigabytes, saved):
-        ledger = count(candidate, "edm2-img512-s", 256, phase)
-        assert ledger.total.launches == pytest.approx(launches, rel=0.02)  # versions of PyTorch differ by a few
-        assert ledger.total.bytes / 1e9 == pytest.approx(gigabytes, rel=0.02)
-        multiply_adds = 100.819e9 * 256 * (1 if phase == "eval" else 3)
-        assert ledger.total.flops / 2 == pytest.approx(multiply_adds, rel=5e-3)
-        assert ledger.total.saved / 256 / 1e6 == pytest.approx(saved, rel=0.02)  # MB per image
+    @pytest.mark.parametrize("held", counted.load(ROOT), ids=lambda held: f"{held['candidate']}, {held['phase']}")
+    def test_edm2_s(self, held):
+        """After a change that is meant: `python -m bench count-ledger`, `python -m bench report`, and the diff shows it."""
+        found, total = count(held["candidate"], held["preset"], held["batch"], held["phase"]).total, held["total"]
+        assert found.launches == pytest.approx(total["launches"], rel=0.02)  # versions of PyTorch differ by a few
+        assert found.bytes == pytest.approx(total["bytes"], rel=0.02)
+        multiply_adds = 100.819e9 * 256 * (1 if held["phase"] == "eval" else 3)
+        assert found.flops / 2 == pytest.approx(multiply_adds, rel=5e-3)
+        assert found.saved == pytest.approx(total["saved"], rel=0.02)
+
+    def test_save(self, tmp_path, monkeypatch):
+        """All four of them, which the tables then show."""
+        monkeypatch.setattr(counted, "PRESET", "digits")
+        counted.save(tmp_path)
+        held = counted.load(tmp_path)
+        assert [(x["candidate"], x["phase"]) for x in held] == [(c, p) for p in ("eval", "train") for c in ("eager", "this project")]
+        assert held[3] == count("this project", "digits", 256, "train").to_json()
 
     @pytest.mark.parametrize("candidate", ["eager", "eager, channels-last", "this project"])
     def test_saved_bytes_are_those_that_autograd_packs(self, candidate):
