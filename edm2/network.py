@@ -161,9 +161,8 @@ class Block(nn.Module):
         return ops.pixel_norm_silu(x if self.conv_skip is None else self.conv_skip(x))
 
     def _attend(self, x: Tensor) -> Tensor:
-        qkv = ops.conv(x, self.attn_qkv.prepare(x.dtype))
-        y = ops.cosine_attention(qkv, self.heads)
-        return ops.conv_sum(y, self.attn_proj.prepare(x.dtype), x, self.attn_balance, self.clip_act)
+        w_qkv, w_proj = self.attn_qkv.prepare(x.dtype), self.attn_proj.prepare(x.dtype)
+        return ops.attention_branch(x, w_qkv, w_proj, self.heads, self.attn_balance, self.clip_act)
 
 
 class UNet(nn.Module):

@@ -13,6 +13,7 @@ from kernels.fallback import FallbackWarning, clear_fallbacks, fallbacks
 if find_spec("triton"):
     from kernels.attention import cosine_attention
     from kernels.conv import (
+        attention_branch,
         conv,
         conv_cat_sum,
         conv_silu,
@@ -27,6 +28,7 @@ if find_spec("triton"):
     from kernels.weight import mp_weight
 else:
     from kernels.reference import (
+        attention_branch,
         cat_silu,
         conv,
         conv_cat_sum,
@@ -47,6 +49,7 @@ else:
 
 __all__ = [
     "FallbackWarning",
+    "attention_branch",
     "cat_silu",
     "clear_fallbacks",
     "conv",

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from kernels import eager, tiles
-from kernels.checks import check_activation
+from kernels.checks import check_activation, check_heads
 from kernels.jit import EPS, capability, launch
 from kernels.registration import register, register_derivative
 from kernels.tiles import AttentionTile
@@ -101,7 +101,7 @@ def store_gradient(dx_ptr, x_ptr, dn, offs, offs_d, STRIDE: tl.constexpr, T: tl.
 
 
 def cosine_attention_triton(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    y, lse = _fake(qkv, heads)
+    y, lse = fake(qkv, heads)
     shift = max(0.0, math.sqrt(_depth(qkv, heads)) - MAX_EXPONENT)
     tile = _tile("forward", qkv, heads)
     _launch(cosine_attention_kernel, tile, tile.block_m, 2, qkv, heads, y, lse, SHIFT=shift)
@@ -257,32 +257,40 @@ def _tile(kernel: str, qkv: Tensor, heads: int) -> AttentionTile | None:
     return tiles.attention(kernel, capability(qkv), tokens, _depth(qkv, heads), qkv.element_size())
 
 
-def _fake(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def fake(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     n, h, w, c = qkv.shape
     return qkv.new_empty(n, h, w, c // 3), qkv.new_empty(n, heads, h * w, dtype=eager.wide(qkv.dtype))
 
 
-def _flops(qkv: tuple[int, ...], heads: int) -> int:
+def flops(qkv: tuple[int, ...], heads: int) -> int:
     n, h, w, c = qkv
     return 4 * n * (h * w) ** 2 * (c // 3)
 
 
-def _refuses(qkv: Tensor, heads: int) -> str | None:
-    if (depth := _depth(qkv, heads)) > MAX_DEPTH:
+def refuses(shape: tuple[int, ...], heads: int) -> str | None:
+    """Why kernels cannot take a qkv of this shape, or None."""
+    if (depth := shape[-1] // (3 * heads)) > MAX_DEPTH:
         return f"{depth} channels per head, the kernel takes {MAX_DEPTH}"
-    if (size := math.prod(qkv.shape[1:])) >= 2**31:
+    if (size := math.prod(shape[1:])) >= 2**31:
         return f"{size} elements per image, offsets inside one have 32 bits"
     return None
 
 
-_attention = register("cosine_attention", eager.cosine_attention, _fake, cosine_attention_triton, _flops, _refuses)
+_attention = register(
+    "cosine_attention",
+    eager.cosine_attention,
+    fake,
+    cosine_attention_triton,
+    flops,
+    lambda qkv, heads: refuses(qkv.shape, heads),
+)
 _attention_backward = register(
     "cosine_attention_backward",
     eager.cosine_attention_backward,
     lambda g, qkv, y, lse, heads: torch.empty_like(qkv),
     cosine_attention_backward_triton,
-    lambda g, qkv, y, lse, heads: 2 * _flops(qkv, heads),
-    lambda g, qkv, y, lse, heads: _refuses(qkv, heads),
+    lambda g, qkv, y, lse, heads: 2 * flops(qkv, heads),
+    lambda g, qkv, y, lse, heads: refuses(qkv.shape, heads),
 )
 
 
@@ -297,6 +305,5 @@ register_derivative(_attention, _save, lambda ctx, g, _: (_attention_backward(g.
 def cosine_attention(qkv: Tensor, heads: int) -> Tensor:
     """qkv `[N, H, W, heads·3·D]`, channels (head, q|k|v, D) → `[N, H, W, heads·D]`. |q| ≤ sqrt(D), so logits lie in ±sqrt(D)."""
     check_activation("qkv", qkv)
-    if heads < 1 or qkv.shape[-1] % (3 * heads):
-        raise ValueError(f"qkv: {qkv.shape[-1]} channels are not a multiple of 3 × {heads} heads")
+    check_heads("qkv", qkv.shape[-1], heads)
     return _attention(qkv, heads)[0]

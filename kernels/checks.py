@@ -35,6 +35,12 @@ def check_like(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         raise ValueError(f"{name}: {x.dtype} on {x.device} does not go with {other_name}, {other.dtype} on {other.device}")
 
 
+def check_heads(name: str, channels: int, heads: int) -> None:
+    """q, k and v of each head."""
+    if heads < 1 or channels % (3 * heads):
+        raise ValueError(f"{name}: {channels} channels are not a multiple of 3 × {heads} heads")
+
+
 def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name}: expected {list(shape)}, got {list(x.shape)}")

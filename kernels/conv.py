@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels import conv_triton, eager
-from kernels.checks import check_activation, check_like, check_shape, check_weight
+from kernels import attention, conv_triton, eager
+from kernels.checks import check_activation, check_heads, check_like, check_shape, check_weight
 from kernels.registration import register, register_derivative
 from kernels.weight import Weight, split_gradient, unpack
 
@@ -78,6 +78,19 @@ def residual_branch_cat(
     _check_modulation(m, a, w0)
     saves = _saves(a, b, w0, master0, m, w1, master1, w_skip, master_skip)
     return _residual_branch_cat(a, b, w0, master0, m, w1, master1, w_skip, master_skip, cat_t, t, clip, saves)[0]
+
+
+def attention_branch(x: Tensor, w_qkv: Weight, w_proj: Weight, heads: int, t: float, clip: float | None = None) -> Tensor:
+    """`conv_sum` of x with cosine attention between two 1×1 convolutions of it: w_qkv's rows are (head, q|k|v, D)."""
+    w_qkv, master_qkv = _check(x, w_qkv, "w_qkv")
+    w_proj, master_proj = unpack(w_proj)
+    channels = x.shape[3]
+    check_heads("w_qkv", w_qkv.shape[1], heads)
+    check_shape("w_qkv", w_qkv, (1, 3 * channels, channels))
+    check_shape("w_proj", w_proj, (1, channels, channels))
+    check_like("w_proj", w_proj, "x", x)
+    saves = _saves(x, w_qkv, master_qkv, w_proj, master_proj)
+    return _attention_branch(x, w_qkv, master_qkv, w_proj, master_proj, heads, t, clip, saves)[0]
 
 
 def _saves(*tensors: Tensor | None) -> bool:
@@ -229,6 +242,38 @@ _residual_branch_cat_backward = register(
 )  # fmt: skip
 
 
+_attention_branch = register(
+    "attention_branch", eager.attention_branch,
+    lambda x, w_qkv, master_qkv, w_proj, master_proj, heads, t, clip, saves: (
+        _output(x, w_proj), *_attention_outputs(x, w_qkv, heads, saves),
+    ),
+    conv_triton.attention_branch,
+    lambda x, w_qkv, master_qkv, w_proj, master_proj, heads, *_: _attention_flops(x, w_qkv, w_proj, heads),
+    lambda *args: _refuses(args, 1, 3) or _refuses_attention(args[0], args[1], args[5]),
+)  # fmt: skip
+_attention_branch_backward = register(
+    "attention_branch_backward", eager.attention_branch_backward,
+    lambda g, x, w_qkv, w_proj, *_: (torch.empty_like(x), _grad(w_qkv), _grad(w_proj)),
+    conv_triton.attention_branch_backward,
+    lambda g, x, w_qkv, w_proj, qkv, v, lse, y, heads, *_: 2 * _attention_flops(x, w_qkv, w_proj, heads),
+    lambda *args: _refuses(args, 2, 3) or _refuses_attention(args[1], args[2], args[8]),
+)  # fmt: skip
+
+
+def _attention_outputs(x: Tensor, w_qkv: Tensor, heads: int, saves: bool) -> list[Tensor]:
+    """qkv, v and the logarithms of the sums."""
+    qkv = _output(x, w_qkv)
+    return [y if saves else y.new_empty(0) for y in (qkv, *attention.fake(qkv, heads))]
+
+
+def _attention_flops(x: tuple[int, ...], w_qkv: tuple[int, ...], w_proj: tuple[int, ...], heads: int) -> int:
+    return _flops(x, w_qkv, w_proj) + attention.flops((*x[:3], w_qkv[1]), heads)
+
+
+def _refuses_attention(x: Tensor, w_qkv: Tensor, heads: int) -> str | None:
+    return attention.refuses((*x.shape[:3], w_qkv.shape[1]), heads)
+
+
 def _branch_outputs(x: Tensor, w0: Tensor, w1: Tensor, saves: bool, activated: int = 0) -> tuple[Tensor, ...]:
     """y, what was activated of that many channels (if any), v and u."""
     widths = [activated] * bool(activated) + [w0.shape[1]] * 2
@@ -315,10 +360,22 @@ def _residual_branch_cat_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tupl
     return da, db, *dw0, dm, *dw1, *dw_skip, None, None, None, None
 
 
+def _save_attention_branch(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x, w_qkv, ctx.master_qkv, w_proj, ctx.master_proj, *ctx.constants, _ = inputs
+    y, *saved = output
+    ctx.save_for_backward(x, w_qkv, w_proj, *saved, None if ctx.constants[-1] is None else y)
+
+
+def _attention_branch_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    dx, dw_qkv, dw_proj = _attention_branch_backward(g.contiguous(), *ctx.saved_tensors, *ctx.constants)
+    return dx, *split_gradient(dw_qkv, ctx.master_qkv), *split_gradient(dw_proj, ctx.master_proj), None, None, None, None
+
+
 register_derivative(_conv, _save_conv, _conv_autograd)
 register_derivative(_conv_silu, _save_conv_silu, _conv_silu_autograd)
 register_derivative(_conv_sum, _save_conv_sum, _conv_sum_autograd)
 register_derivative(_conv_cat_sum, _save_conv_cat_sum, _conv_cat_sum_autograd)
 register_derivative(_residual_branch, _save_residual_branch, _residual_branch_autograd)
 register_derivative(_residual_branch_cat, _save_residual_branch_cat, _residual_branch_cat_autograd)
+register_derivative(_attention_branch, _save_attention_branch, _attention_branch_autograd)
 register_derivative(_residual_branch_silu, _save_residual_branch_silu, _residual_branch_silu_autograd)

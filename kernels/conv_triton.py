@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import conv_tiles, eager
+from kernels.attention import cosine_attention_backward_triton, cosine_attention_triton
 from kernels.convolve import Source, convolve
 from kernels.jit import is_recording
 from kernels.modulation import masked_gradient, modulated_silu_backward
@@ -176,6 +177,32 @@ def residual_branch_cat_backward(
         for d, x, w, s_x in parts
     )
     return da, db, weight_gradient(du, s, w0.shape[0]), dm, dw1, dw_skip
+
+
+def attention_branch(
+    x: Tensor, w_qkv: Tensor, master_qkv: Tensor | None, w_proj: Tensor, master_proj: Tensor | None,
+    heads: int, t: float, clip: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv = conv(x, w_qkv)
+    v, lse = cosine_attention_triton(qkv, heads)
+    return conv_sum(v, w_proj, None, x, t, clip), *_saved(saves, qkv, v, lse)
+
+
+def attention_branch_backward(
+    g: Tensor, x: Tensor, w_qkv: Tensor, w_proj: Tensor, qkv: Tensor, v: Tensor, lse: Tensor, y: Tensor | None,
+    heads: int, t: float, clip: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if conv_tiles.library(x.element_size()):
+        dv, dw_proj, dresidual = eager.conv_sum_backward(g, v, w_proj, y, t, clip)
+        dx, dw_qkv = eager.conv_backward(cosine_attention_backward_triton(dv, qkv, v, lse, heads), x, w_qkv)
+        return dx.add_(dresidual), dw_qkv, dw_proj
+    scale, scale_conv = eager.sum_scales(t)
+    g = g if clip is None else masked_gradient(g, y, 1.0, clip)
+    dw_proj = weight_gradient(g, v, 1, scale_conv)
+    dv, _ = convolve(g, _dense(w_proj), transposed=True, scale=scale_conv)
+    dqkv = cosine_attention_backward_triton(dv, qkv, v, lse, heads)
+    dx, _ = convolve(dqkv, _dense(w_qkv), transposed=True, aux=g, scale_aux=scale)
+    return dx, weight_gradient(dqkv, _dense(x), 1), dw_proj
 
 
 def _second_backward(

@@ -301,6 +301,27 @@ def cosine_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return y.transpose(1, 2).reshape(n, h, w, c // 3), lse.view(n, heads, h * w)
 
 
+def attention_branch(
+    x: Tensor, w_qkv: Tensor, master_qkv: Tensor | None, w_proj: Tensor, master_proj: Tensor | None,
+    heads: int, t: float, clip: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Also qkv, the result of the attention and the logarithms of its sums, if it `saves` them."""
+    qkv = conv(x, w_qkv)
+    v, lse = cosine_attention(qkv, heads)
+    y = conv_sum(v, w_proj, None, x, t, clip)
+    return (y, qkv, v, lse) if saves else (y, qkv.new_empty(0), v.new_empty(0), lse.new_empty(0))
+
+
+def attention_branch_backward(
+    g: Tensor, x: Tensor, w_qkv: Tensor, w_proj: Tensor, qkv: Tensor, v: Tensor, lse: Tensor, y: Tensor | None,
+    heads: int, t: float, clip: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of x, w_qkv and w_proj."""
+    dv, dw_proj, dresidual = conv_sum_backward(g, v, w_proj, y, t, clip)
+    dx, dw_qkv = _conv_backward(cosine_attention_backward(dv, qkv, v, lse, heads), x, w_qkv)
+    return dx.add_(dresidual), dw_qkv, dw_proj
+
+
 def _normalized(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """The normalised q, k and v `[3, N·heads, H·W, D]`, and the norms before that `[3, N·heads, H·W, 1]`."""
     x = qkv.unflatten(-1, (heads, 3, -1)).flatten(1, 2).permute(3, 0, 2, 1, 4)  # [3, N, heads, H·W, D]

@@ -107,6 +107,13 @@ def residual_branch_cat(
     return conv_cat_sum(conv_silu(cat_silu(a, b, cat_t), w0, m), w1, a, b, w_skip, cat_t, t, clip)
 
 
+def attention_branch(
+    x: Tensor, w_qkv: Tensor, w_proj: Tensor, heads: int, t: float, clip: float | None = None
+) -> Tensor:  # fmt: skip
+    """`conv_sum` of x with cosine attention between two 1×1 convolutions of it."""
+    return conv_sum(cosine_attention(conv(x, w_qkv), heads), w_proj, x, t, clip)
+
+
 def mp_silu(x: Tensor) -> Tensor:
     """`silu(x) / 0.596`: unit-variance input gives unit mean square. Eq. 81."""
     return F.silu(x) * SILU_SCALE

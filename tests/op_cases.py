@@ -86,7 +86,7 @@ class Case:
 
     @property
     def is_convolution(self) -> bool:
-        return self.op.startswith(("conv", "residual"))
+        return self.op.startswith(("attention", "conv", "residual"))
 
     @property
     def kernel_dtype(self) -> torch.dtype:
@@ -146,6 +146,10 @@ CASES = {
     "residual_branch_silu": Case("residual_branch_silu", [(2, 5, 3, 16), (9, 8, 16), (2, 8), (9, 16, 8)], {"t": 0.3}),
     "residual_branch_silu clip": Case(
         "residual_branch_silu", [(2, 5, 7, 8), (1, 24, 8), (2, 24), (9, 8, 24)], {"t": 0.3, "clip": 0.5}
+    ),
+    "attention_branch": Case("attention_branch", [(2, 3, 5, 16), (1, 48, 16), (1, 16, 16)], {"heads": 2, "t": 0.3}),
+    "attention_branch clip": Case(
+        "attention_branch", [(1, 2, 3, 40), (1, 120, 40), (1, 40, 40)], {"heads": 1, "t": 0.3, "clip": 0.5}
     ),
     "cosine_attention": Case("cosine_attention", [(2, 3, 5, 2 * 3 * 40)], {"heads": 2}),
     "cosine_attention two tokens": Case("cosine_attention", [(1, 1, 2, 2 * 3 * 8)], {"heads": 2}),

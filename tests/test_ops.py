@@ -123,6 +123,9 @@ SMALL = {
         {"cat_t": 0.4, "t": 0.3, "clip": 0.6},
     ),
     "residual_branch_silu": Case("residual_branch_silu", [(1, 2, 2, 2), (9, 3, 2), (1, 3), (9, 2, 3)], {"t": 0.3, "clip": 0.6}),
+    "attention_branch": Case(
+        "attention_branch", [(1, 2, 2, 4), (1, 12, 4), (1, 4, 4)], {"heads": 2, "t": 0.3, "clip": 0.6}
+    ),
     "cosine_attention": Case("cosine_attention", [(1, 2, 2, 2 * 3 * 2)], {"heads": 2}),
     "resample": Case("resample", [(1, 2, 1, 2)], {"mode": "up"}),
 }
