@@ -28,7 +28,7 @@ def main() -> None:
 
 GROUPS = {
     "kernels": "Kernels of EDM2-S: this project's, and the libraries' convolutions, products and attention.",
-    "block": "One encoder block at each level of EDM2-S, forward and backward.",
+    "block": "One encoder and one decoder block at each level of EDM2-S, forward and backward.",
     "train": "Training steps: images per second, MFU, phases, peak memory.",
     "sample": "Evaluations of the network: milliseconds and images per second.",
     "optimizer": "The optimizer's step alone.",

@@ -28,7 +28,7 @@ SMALL_CALLS = [
     Call("cosine_attention", (SMALL,), (1,)),
     Call("linear", ((2, 24), (1, 16, 24)), dtype=torch.float32),
 ]
-SMALL_SITE = Site(2, 4, 16, 16, (8, 8))
+SMALL_SITE = Site(2, 4, 24, 24, (8, 16))
 PRESETS = [f"edm2-img512-{size}" for size in ("s", "xs", "m", "l", "xl", "xxl", "xxs")]
 PRESETS += [f"edm2-img64-{size}" for size in ("s", "xs", "m", "l", "xl")]  # the same networks with three channels
 

@@ -78,7 +78,8 @@ def conv_case(way: str, n: int, res: int, cin: int, cout: int, k: int, count: in
             "wgrad": lambda: torch.ops.edm2.conv_backward(g, x, w, False)[1],
         }
         tabled = way != "forward" and serves(x)
-        return {"cuDNN": plain[way], **({LIBRARY: by_library(own[way])} if tabled else {}), "edm2": own[way]}
+        candidates = {"cuDNN": plain[way], "edm2": own[way]}
+        return candidates | {LIBRARY: by_library(own[way])} if tabled else candidates
 
     flops = 2.0 * n * res**2 * cin * cout * k**2
     traffic = 2.0 * (n * res**2 * (cin + cout) + cin * cout * k**2)

@@ -256,15 +256,18 @@ def fused_case(op: str, way: str, site: Site, needs_gpu: bool = True) -> Case:
             g = randn(site.shape("residual"))
             return {name: _backward(run, names, runs[name][1], g, name == "edm2") for name, run in candidates.items()}
         if fusion.in_table and site.saves and serves(values[0]):
-            candidates = {LIBRARY: by_library(candidates["edm2"])} | candidates
+            candidates[LIBRARY] = by_library(candidates["edm2"])
         return candidates
 
     flops, moved = _traffic(build)
     facts: dict[str, Any] = {"op": op, **site._asdict(), "parts": parts(way, site, "branch" in op)}
     if fusion.in_table and site.saves:
         facts["row"] = row(way, site.k, site.res, site.cin, site.cout)
-    name = f"kernels/{op}/{way}/{site.label}"
-    return Case(name, build, flops, moved, 0, facts, TOLERANCE, needs_gpu, compiles=True, dtype="float16")
+    return Case(fused_name(op, way, site), build, flops, moved, 0, facts, TOLERANCE, needs_gpu, compiles=True, dtype="float16")
+
+
+def fused_name(op: str, way: str, site: Site) -> str:
+    return f"kernels/{op}/{way}/{site.label}"
 
 
 def parts(way: str, site: Site, branch: bool) -> list[str]:

@@ -6,8 +6,8 @@ from functools import lru_cache
 from statistics import mean
 from typing import Any
 
-from bench.convs import LIBRARY, conv_shapes
-from bench.fused import sites
+from bench.convs import LIBRARY, conv_shapes, row
+from bench.fused import FUSIONS, fused_name, sites
 from kernels import conv_tiles
 
 Result = dict[str, Any]
@@ -28,7 +28,7 @@ def shapes_of(kind: str) -> int:
 
 def averages(cases: Sequence[Result]) -> list[tuple[list[str], list[list[str]]]]:
     """Tables, header and rows: plain convolutions; what is fused with them, and a block. Only those with rows."""
-    plain = [row for k in (3, 1) for way in WAYS if (row := _plain(cases, k, way))]
+    plain = [cells for k in (3, 1) for way in WAYS if (cells := _plain(cases, k, way))]
     fused = [_fused(cases, kind, own) for kind, own in _fused_by_kind(cases).items()]
     block = [_against_goal(BLOCK_NAME, [case], BLOCK, 1) for case in cases if case["case"] == BLOCK_CASE]
     tables = [
@@ -53,9 +53,9 @@ def library_rows(cases: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
     """A table of those rows of the table of tiles that were measured: milliseconds of all that a step has of each, by
     this project's kernels and by the library; ready for `kernels.conv_tiles.LIBRARY`."""
     rows = []
-    for row, own in _by_row(cases).items():
+    for key, own in _by_row(cases).items():
         kernels, library = (sum(weight * _seconds(case, name) for case, weight in own) * 1e3 for name in ("edm2", LIBRARY))
-        rows.append([f"`{row}`", f"{kernels:.3g}", f"{library:.3g}", "library" if library < kernels else "kernels"])
+        rows.append([f"`{key}`", f"{kernels:.3g}", f"{library:.3g}", "library" if library < kernels else "kernels"])
     return ["row", "kernels, ms", "library, ms", "quicker"], sorted(rows, key=lambda cells: cells[3] != "library")
 
 
@@ -112,18 +112,30 @@ def _added_cells(added: tuple[float, float] | None) -> list[str]:
 
 
 def _by_row(cases: Iterable[Result]) -> dict[tuple, list[tuple[Result, int]]]:
-    """Row → cases where both were measured, and how often a step has each. Plain input gradients are those left by the
-    fused."""
+    """Row → cases, and how often a step has each; rows of which all was measured both ways. Plain input gradients are those
+    left by the fused."""
     rows: dict[tuple, list[Result]] = defaultdict(list)
     for case in cases:
         if "row" in case and case["n"] == BATCH and all(_seconds(case, name) for name in ("edm2", LIBRARY)):
             rows[conv_tiles.kind(case["machine"].get("capability", 90)), *case["row"]].append(case)
     weighted = {}
-    for row, own in rows.items():
-        fused = sum(case["count"] for case in own if "parts" in case)
-        uses = [(case, case["count"] if "parts" in case else case["count"] - fused) for case in own]
-        weighted[row] = [(case, weight) for case, weight in uses if weight > 0]
-    return {row: own for row, own in weighted.items() if own}
+    for key, own in rows.items():
+        fused = fused_of_rows().get(key[1:], {})
+        if fused.keys() <= {case["case"] for case in own}:
+            uses = [(case, fused.get(case["case"], case["count"] - sum(fused.values()))) for case in own]
+            weighted[key] = [(case, weight) for case, weight in uses if weight > 0]
+    return {key: own for key, own in weighted.items() if own}
+
+
+@lru_cache
+def fused_of_rows() -> dict[tuple, dict[str, int]]:
+    """Row → names of the fused cases that belong to it, and how often a step has each."""
+    rows: dict[tuple, dict[str, int]] = defaultdict(dict)
+    for op, site in sites(PRESET):
+        if FUSIONS[op].in_table:
+            (way,), site = FUSIONS[op].ways, site._replace(n=BATCH)
+            rows[tuple(row(way, site.k, site.res, site.cin, site.cout))][fused_name(op, way, site)] = site.count
+    return rows
 
 
 def _seconds(case: Result, name: str) -> float | None:

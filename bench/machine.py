@@ -16,9 +16,9 @@ def describe() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), **facts}
     name = torch.cuda.get_device_name()
-    major, minor = torch.cuda.get_device_capability()
     query = ["driver_version", "clocks.max.sm", "clocks.sm", "clocks.mem", "power.limit", "temperature.gpu"]
-    facts |= {"capability": 10 * major + minor}
+    major, minor = torch.cuda.get_device_capability()
+    facts["capability"] = 10 * major + minor
     return {"device": "cuda", "name": name, "cuda": torch.version.cuda, **dict(zip(query, _nvidia_smi(query))), **facts}
 
 

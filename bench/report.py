@@ -18,7 +18,7 @@ TITLES = {
     "train": "Training steps",
     "sample": "Evaluations of the network",
     "optimizer": "The optimizer's step alone",
-    "block": "One encoder block, forward and backward",
+    "block": "One block, forward and backward",
     "kernels": "Kernels",
 }
 CONVOLUTIONS = "Convolutions of EDM2-S at batch 256; the goals are for an H200"

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,15 @@ from bench import cases, counted, gpu
 from bench.__main__ import main
 from bench.baseline import Baseline, BaselineOptimizer
 from bench.case import Case
-from bench.convs import conv_shapes
-from bench.isolated import Isolated, finish, start_compiling
+from bench.convs import conv_cases, conv_shapes
+from bench.isolated import Isolated, case_launches, finish, start_compiling, to_warm
 from bench.ledger import CANDIDATES, Entry, Recorder, count, fake_network, inputs_for, launches_of
 from bench.models import compile_for, data_stream, make_inputs, make_network
 from bench.runner import run_cases
 from bench.sampling import sample_case
 from edm2.backends import full_precision
 from edm2.summary import saved_bytes
-from kernels.jit import OPTIONS, RecordedBox, _mock, _tensor, warm, warm_key
+from kernels.jit import OPTIONS, Launch, RecordedBox, _mock, _tensor, warm, warm_key
 from tests.conftest import relative_error, tiny_net
 from tests.gate.build import workers
 
@@ -264,15 +265,23 @@ class TestIsolated:
 
 
 def codes_of(step: tuple[str, int]) -> list[tuple[str, int, int, int]]:
-    """Of each launch of a step of EDM2-S the kernel, and, numbered in the order of their first use, its warm key, the code
-    that is compiled ahead and the code that the launch asks for. In a process where the driver compiles offline."""
+    """Of each launch of a step of EDM2-S (or of its convolutions' cases) the kernel, and, numbered in the order of their
+    first use, its warm key, the code that is compiled ahead and the code that the launch asks for. In a process where the
+    driver compiles offline."""
     keys, codes, found = {}, {}, []
-    for x in launches_of("this project", "edm2-img512-s", step[1], step[0]):
+    phase, batch = step
+    for x in launches_of("this project", "edm2-img512-s", batch, phase) if phase != "convolutions" else launches_of_cases(batch):
         assert not any(base.storage_offset() * base.element_size() % 16 for base in map(_tensor, x.args) if base is not None)
         ahead, launched = (triton_code(x.kernel, map(stand_in, x.args), x.options) for stand_in in (_mock, on_meta))
         numbers = keys.setdefault(warm_key(x), len(keys)), codes.setdefault(ahead, len(codes)), codes.setdefault(launched, len(codes))
         found.append((x.kernel.__name__, *numbers))
     return found
+
+
+def launches_of_cases(batch: int) -> list[Launch]:
+    """Of the heaviest convolutions, and of all that is fused with one at its heaviest."""
+    chosen = [*islice(conv_cases("edm2-img512-s", batch, 3), 8), *cases.fusions()[0]]
+    return [x for case in chosen for x in case_launches(case, 90)]
 
 
 def on_meta(x):
@@ -327,11 +336,21 @@ class TestGpu:
     def test_what_is_compiled_ahead_is_what_a_launch_looks_for(self):
         """Arguments that stand in for tensors and descriptors ask Triton for the code that the real ones will ask for."""
         with workers() as pool:
-            found = list(pool.map(codes_of, [("eval", 1), ("train", 8)]))
+            found = list(pool.map(codes_of, [("eval", 1), ("train", 8), ("convolutions", 256)]))
         assert {name for codes in found for name, *_ in codes} >= {"conv_kernel", "wgrad_kernel", "cosine_attention_backward_kernel"}
         for name, key, ahead, launched in (code for codes in found for code in codes):
             assert ahead == launched, name
             assert key == ahead, f"{name}: keys that differ share code, or equal ones do not"
+
+    def test_kernels_of_steps_and_cases_are_compiled_ahead_once(self):
+        """Those of a step first; then what only cases launch, in their order."""
+        ahead = list(to_warm(cases.rehearsal_cases, gpu.kernels_ahead(list(cases.rehearsal_cases())), "digits", 8, 90))
+        keys = [warm_key(x) for x in ahead]
+        step = dict.fromkeys(warm_key(x) for x in launches_of("this project", "digits", 8, "train"))
+        assert keys[: len(step)] == list(step) and len(set(keys)) == len(keys)
+        of_cases = [case for case in cases.rehearsal_cases() if case.name.startswith(("kernels/conv", "kernels/silu_grad"))]
+        assert {warm_key(x) for case in of_cases for x in case_launches(case, 90)} <= set(keys[len(step) :]) | set(step)
+        assert "epilogue_kernel" in {x.kernel.__name__ for x in ahead[len(step) :]}  # by the library
 
     def test_first_line_is_the_answer(self):
         candidates = {"eager": {"images/s": 200.0}, "compile": {"images/s": 400.0}, "edm2": {"images/s": 1000.0}}

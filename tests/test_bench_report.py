@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from bench import counted
+from bench import counted, gpu
 from bench.__main__ import main
 from bench.convs import LIBRARY, conv_shapes, row
-from bench.fused import parts, sites
+from bench.fused import FUSIONS, fused_name, parts, sites
 from bench.plots import plan
 from bench.report import BEGIN, END, differences, load, update
 from edm2.errors import UserError
@@ -202,13 +202,13 @@ def convolutions() -> list[dict]:
             found.append(case(f"kernels/conv3x3/{way}/{shape}", times, 1e12, 1e9, n=256, count=5, **facts))
         found.append(case(f"kernels/gemm/as-conv3x3/{shape}", {"cuBLAS": measured(1 / 800)}, 1e12, 1e9))
     for op, site in sites("edm2-img512-s"):
-        site, way = site._replace(n=256), "dgrad" if op == "silu_grad" else "forward"
-        if op in ("conv_silu", "silu_grad"):
+        if FUSIONS[op].in_table:
+            (way,), site = FUSIONS[op].ways, site._replace(n=256)
             (plain,) = (x["candidates"]["edm2"]["median"] for x in found if x["case"] in parts(way, site, False))
             own = plain * (1.2 if plain == 1 / 800 else 1.1)
             times = {"compile": measured(plain * 1.5), "edm2": measured(own), LIBRARY: measured(own * 1.1)}
             facts = {"parts": parts(way, site, False), "row": row(way, 3, site.res, site.cin, site.cout)}
-            found.append(case(f"kernels/{op}/{way}/{site.label}", times, 1e12, 1e9, n=256, count=site.count, **facts))
+            found.append(case(fused_name(op, way, site), times, 1e12, 1e9, n=256, count=site.count, **facts))
     block = {"eager": measured(0.02), "compile": measured(0.0096), "edm2": measured(0.006)}
     return [*found, case("block/edm2-img512-s/64x64/n256", block, preset="edm2-img512-s", batch=256)]
 
@@ -246,17 +246,30 @@ class TestConvolutions:
     def test_each_fused_case(self, cells):
         assert cells[0]["| silu_grad/dgrad/n256-64x64-384-384"] == ["1.8", "0.164", "10%", "1.36 |"]
 
-    def test_rows_of_the_table_of_tiles(self, cells):
-        """A row's times are those of all that a step has of it: of five input gradients four are plain."""
+    def test_rows_of_the_table_of_tiles(self, root, cells):
+        """A row's times are those of all that a step has of it: of five input gradients here three are plain."""
         rows = cells[0]
-        assert rows["| `('wgmma', 'input gradient', 9, 64, 64, 192, 384)`"][2] == "library |"  # all five plain
-        (count,) = (site.count for op, site in sites("edm2-img512-s") if op == "silu_grad" and (site.res, site.cin) == (32, 576))
-        assert count == 1
-        kernels, library = 4 / 0.61 + 1.1 / 0.61, 0.8 * 4 / 0.61 + 1.1 * 1.1 / 0.61
-        row = [f"{kernels:.3g}", f"{library:.3g}", "library |"]
-        assert rows["| `('wgmma', 'input gradient', 9, 32, 32, 576, 576)`"] == row
+        assert rows["| `('wgmma', 'input gradient', 9, 64, 64, 192, 384)`"][2] == "library |"  # all five
+        ops = [op for op, site in sites("edm2-img512-s") for _ in range(site.count) if (site.res, site.cin, site.cout) == (32, 576, 576)]
+        assert sorted(op for op in ops if "grad" in op) == ["residual_silu_grad", "silu_grad"]
+        kernels, library = (3 + 2 * 1.1) / 0.61, (3 * 0.8 + 2 * 1.1 * 1.1) / 0.61
+        name = "| `('wgmma', 'input gradient', 9, 32, 32, 576, 576)`"
+        assert rows[name] == [f"{kernels:.3g}", f"{library:.3g}", "library |"]
         assert rows["| `('wgmma', 'forward', 9, 64, 64, 384, 192)`"][2] == "kernels |"
-        assert not any("weight gradient', 9" in name for name in rows)  # where the library was not measured
+        assert not any("'weight gradient', 9" in other for other in rows)  # where the library was not measured
+        folder = root / "bench" / "results" / "nvidia-h200"
+        (folder / "kernels_silu_grad_dgrad_n256-32x32-576-576.json").unlink()
+        update(root)
+        assert name not in (root / "docs" / "bench" / "nvidia-h200.md").read_text()
+
+    def test_a_run_ends_with_them(self, tmp_path, monkeypatch, capsys):
+        tests = {"passed": 0, "failed": 0, "skipped": 0, "failures": [], "stopped": False, "seconds": 0.0}
+        monkeypatch.setattr(gpu, "run_tests", lambda *args: tests)
+        monkeypatch.setattr(gpu, "run_cases", lambda *args: convolutions())
+        gpu.run(lambda: [], [], tmp_path, 60, 3)
+        assert (
+            capsys.readouterr().out.splitlines()[-1].startswith("encoder block 64×64×192, forward and backward | 1 | 1.60 | 1.5×: reached")
+        )
 
 
 class TestLedger:
