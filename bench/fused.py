@@ -114,13 +114,18 @@ def _silu_derivative(g: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(g, x) / 0.596
 
 
-def _plain_branch(site: Site, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, residual: Tensor) -> Tensor:
-    return _plain_sum(site, _plain_silu(site, x, w0, m)[0], w1, residual)
+def _plain_norm_silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = baseline.normalize(x, [1])
+    return y, baseline.mp_silu(y)
+
+
+def _plain_branch(site: Site, main: Tensor, s: Tensor, w0: Tensor, m: Tensor, w1: Tensor) -> Tensor:
+    return _plain_sum(site, _plain_silu(site, s, w0, m)[0], w1, main)
 
 
 def _plain_branch_cat(site: Site, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor) -> Tensor:
     x = baseline.mp_cat(a, b, CAT_T)
-    return _plain_branch(site, baseline.mp_silu(x), w0, m, w1, _plain_conv(x, w_skip))
+    return _plain_branch(site, _plain_conv(x, w_skip), baseline.mp_silu(x), w0, m, w1)
 
 
 BOTH = ("forward", "backward")
@@ -154,16 +159,16 @@ FUSIONS = {
         ("dgrad",),
         in_table=True,
     ),
-    "residual_branch": Fusion(
-        "x w0 m w1 residual",
-        lambda site, x, w0, m, w1, residual: kernels.residual_branch(x, w0, m, w1, residual, T, site.clip),
-        _plain_branch,
+    "residual_branch_norm": Fusion(
+        "x w0 m w1",
+        lambda site, x, w0, m, w1: kernels.residual_branch_norm(x, w0, m, w1, T, site.clip),
+        lambda site, x, w0, m, w1: _plain_branch(site, *_plain_norm_silu(x), w0, m, w1),
         BOTH,
     ),
     "residual_branch_silu": Fusion(
         "x w0 m w1",
         lambda site, x, w0, m, w1: kernels.residual_branch_silu(x, w0, m, w1, T, site.clip),
-        lambda site, x, w0, m, w1: _plain_branch(site, baseline.mp_silu(x), w0, m, w1, x),
+        lambda site, x, w0, m, w1: _plain_branch(site, x, baseline.mp_silu(x), w0, m, w1),
         BOTH,
     ),
     "residual_branch_cat": Fusion(
@@ -225,7 +230,7 @@ def _fusions_of(block: Any, name: str, sources: tuple[int, ...]) -> Iterator[tup
         yield "residual_branch_cat", joined
     else:
         yield "conv_sum", inner
-        yield "residual_branch_silu" if block.flavor == "dec" else "residual_branch", site
+        yield "residual_branch_silu" if block.flavor == "dec" else "residual_branch_norm", site
     if block.flavor == "dec" and not sources:
         yield "residual_silu_grad", site
     if block.heads:

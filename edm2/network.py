@@ -83,7 +83,8 @@ class Block(nn.Module):
     """Residual block of the encoder or the decoder, optionally resampling first or attending last (Fig. 21).
 
     An encoder block projects and pixel-normalises its main path on entry. A decoder block called with a `skip`
-    joins it to its input by MP-Cat (`in_channels` counts both) and projects on the way out.
+    joins it to its input by MP-Cat (`in_channels` counts both) and projects on the way out. The gradient of its output
+    passes the clip: a decoder block stops it at its input, others by `kernels.fork`.
     """
 
     def __init__(
@@ -123,42 +124,52 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, m: Tensor, skip: Tensor | None = None) -> Tensor:
         """x `[N, H, W, Cin − Cskip]`, modulation m `[N, Cout]`, skip `[N, H, W, Cskip]` → `[N, H', W', Cout]`."""
-        clip = None if self.heads else self.clip_act
-        branch = self._branch_with_dropout if self.dropout and self.training else self._branch
-        x = branch(x, m, skip, clip)
+        dropout = self.dropout if self.training else 0.0
+        projects_apart = self.flavor == "dec" and skip is None and self.conv_skip is not None
+        branch = self._branch_by_parts if dropout or projects_apart else self._branch
+        x = branch(x, m, skip, None if self.heads else self.clip_act)
         return self._attend(x) if self.heads else x
 
     def _branch(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
         """MP-Sum of the main path and the residual branch, then clip."""
         w0, w1 = self.conv_res0.prepare(x.dtype), self.conv_res1.prepare(x.dtype)
+        balances = self.concat_balance, self.res_balance
         if skip is not None:
-            w_skip = self.conv_skip.prepare(x.dtype)
-            return ops.residual_branch_cat(x, skip, w0, m, w1, w_skip, self.concat_balance, self.res_balance, clip)
-        if self.flavor == "dec" and self.conv_skip is None:
+            return ops.residual_branch_cat(x, skip, w0, m, w1, self.conv_skip.prepare(x.dtype), *balances, clip, self.clip_act)
+        if self.flavor == "dec":
             x = ops.resample(x, self.resample_filter, self.resample_mode)
-            return ops.residual_branch_silu(x, w0, m, w1, self.res_balance, clip)
-        x, y = self._enter(x)
-        return ops.residual_branch(y, w0, m, w1, x, self.res_balance, clip)
+            return ops.residual_branch_silu(x, w0, m, w1, self.res_balance, clip, self.clip_act)
+        main = x if self._halves else self._main_path(x)
+        return ops.residual_branch_norm(main, w0, m, w1, self.res_balance, clip, self._halves)
 
-    def _branch_with_dropout(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
-        """The same with dropout between the branch's convolutions."""
-        main, y = (x, ops.cat_silu(x, skip, self.concat_balance)) if skip is not None else self._enter(x)
-        y = F.dropout(ops.conv_silu(y, self.conv_res0.prepare(y.dtype), m), self.dropout)
+    def _branch_by_parts(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
+        """The same with dropout between the branch's convolutions, and for main paths that no op takes."""
+        if self.flavor == "dec":
+            (x,) = ops.fork(x, self.clip_act, 1)
+        if skip is not None:
+            main, y = x, ops.cat_silu(x, skip, self.concat_balance)
+        elif self.flavor == "dec":
+            x = ops.resample(x, self.resample_filter, self.resample_mode)
+            main, y = x if self.conv_skip is None else self.conv_skip(x), ops.mp_silu(x)
+        else:
+            main, y = ops.down_pixel_norm_silu(x) if self._halves else ops.pixel_norm_silu(self._main_path(x))
+        y = ops.conv_silu(y, self.conv_res0.prepare(y.dtype), m)
+        y = F.dropout(y, self.dropout, self.training)
         w = self.conv_res1.prepare(y.dtype)
         if skip is None:
             return ops.conv_sum(y, w, main, self.res_balance, clip)
         w_skip = self.conv_skip.prepare(y.dtype)
         return ops.conv_cat_sum(y, w, main, skip, w_skip, self.concat_balance, self.res_balance, clip)
 
-    def _enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The main path, resampled and projected, and the activated input of the residual branch."""
-        if self.flavor == "dec":
-            x = ops.resample(x, self.resample_filter, self.resample_mode)
-            return x if self.conv_skip is None else self.conv_skip(x), ops.mp_silu(x)
-        if self.conv_skip is None and self.resample_mode == "down" and self.resample_filter == (1, 1):
-            return ops.down_pixel_norm_silu(x)
+    @property
+    def _halves(self) -> bool:
+        """Does an op take the resampling of this block's entry?"""
+        return self.conv_skip is None and self.resample_mode == "down" and self.resample_filter == (1, 1)
+
+    def _main_path(self, x: Tensor) -> Tensor:
+        """Of the encoder, before its pixel norm."""
         x = ops.resample(x, self.resample_filter, self.resample_mode)
-        return ops.pixel_norm_silu(x if self.conv_skip is None else self.conv_skip(x))
+        return x if self.conv_skip is None else self.conv_skip(x)
 
     def _attend(self, x: Tensor) -> Tensor:
         w_qkv, w_proj = self.attn_qkv.prepare(x.dtype), self.attn_proj.prepare(x.dtype)
@@ -237,10 +248,14 @@ class UNet(nn.Module):
         x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
         skips = []
         for module in self.enc.values():
-            x = module(x, next(modulations)) if isinstance(module, Block) else module(x)
-            skips.append(x)
+            if isinstance(module, Block):
+                x, skip = ops.fork(module(x, next(modulations)), module.clip_act)
+            else:
+                x = skip = module(x)
+            skips.append(skip)
         for name, block in self.dec.items():
             x = block(x, next(modulations), skips.pop() if "block" in name else None)
+        (x,) = ops.fork(x, block.clip_act, 1)
         return self.out_conv(x, gain=self.out_gain)
 
     def blocks(self) -> list[Block]:

@@ -18,10 +18,11 @@ if find_spec("triton"):
         conv_cat_sum,
         conv_silu,
         conv_sum,
-        residual_branch,
         residual_branch_cat,
+        residual_branch_norm,
         residual_branch_silu,
     )
+    from kernels.fork import fork
     from kernels.linear import linear
     from kernels.pixel_norm import down_pixel_norm_silu, pixel_norm_silu
     from kernels.pointwise import cat_silu, mp_silu, mp_sum, resample
@@ -36,14 +37,15 @@ else:
         conv_sum,
         cosine_attention,
         down_pixel_norm_silu,
+        fork,
         linear,
         mp_silu,
         mp_sum,
         mp_weight,
         pixel_norm_silu,
         resample,
-        residual_branch,
         residual_branch_cat,
+        residual_branch_norm,
         residual_branch_silu,
     )
 
@@ -59,6 +61,7 @@ __all__ = [
     "cosine_attention",
     "coverage",
     "down_pixel_norm_silu",
+    "fork",
     "fallbacks",
     "linear",
     "mp_silu",
@@ -66,8 +69,8 @@ __all__ = [
     "mp_weight",
     "pixel_norm_silu",
     "resample",
-    "residual_branch",
     "residual_branch_cat",
+    "residual_branch_norm",
     "residual_branch_silu",
 ]
 OPS = [name for name in __all__ if name not in ("FallbackWarning", "clear_fallbacks", "coverage", "fallbacks")]
@@ -83,5 +86,6 @@ def _backend(name: str, device: str) -> str:
         return "reference"
     from kernels import registration
 
-    op = registration.OPS.get(name.removeprefix("down_"))
+    name = name.removeprefix("down_")
+    op = registration.OPS.get(name) or registration.OPS.get(f"{name}_backward")  # a fork has no other
     return "triton" if op and op.triton and registration.on_triton(device) else "eager"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels import attention, conv_triton, eager
-from kernels.checks import check_activation, check_heads, check_like, check_shape, check_weight
+from kernels import attention, conv_triton, eager, pixel_norm
+from kernels.checks import check_activation, check_even, check_heads, check_like, check_shape, check_weight
 from kernels.registration import register, register_derivative
 from kernels.weight import Weight, split_gradient, unpack
 
@@ -45,31 +45,37 @@ def conv_cat_sum(
     return _conv_cat_sum(x, w, master, a, b, w_skip, master_skip, cat_t, t, clip)
 
 
-def residual_branch(
-    x: Tensor, w0: Weight, m: Tensor, w1: Weight, residual: Tensor, t: float, clip: float | None = None
+def residual_branch_norm(
+    x: Tensor, w0: Weight, m: Tensor, w1: Weight, t: float, clip: float | None = None, down: bool = False
 ) -> Tensor:
-    """Two convolutions and what joins them: `conv_sum` of `conv_silu`. A block of the encoder behind its pixel norm.
+    """`conv_sum` of `conv_silu` behind `pixel_norm_silu` (or `down_…`): a block of the encoder, x `[N, H, W, C]`.
 
-    As one op, because its pointwise derivatives then are parts of convolutions.
+    As one op, because its pointwise derivatives then are parts of convolutions. The gradient of every `…_branch…` passes
+    its clip: whoever reads the result stops it (`fork`, `clip_x`, `clip_a`), and is spared a pass over it.
     """
     (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1)
-    _check_residual(residual, x, w1)
-    saves = _saves(x, w0, master0, m, w1, master1, residual)
-    return _residual_branch(x, w0, master0, m, w1, master1, residual, t, clip, saves)[0]
+    check_shape("w1", w1, (w1.shape[0], x.shape[3], w0.shape[1]))
+    if down:
+        check_even("x", x)
+    saves = _saves(x, w0, master0, m, w1, master1)
+    return _residual_branch_norm(x, w0, master0, m, w1, master1, t, clip, down, saves)[0]
 
 
-def residual_branch_silu(x: Tensor, w0: Weight, m: Tensor, w1: Weight, t: float, clip: float | None = None) -> Tensor:
-    """`residual_branch` of MP-SiLU(x) with x: a block of the decoder without a skip."""
+def residual_branch_silu(
+    x: Tensor, w0: Weight, m: Tensor, w1: Weight, t: float, clip: float | None = None, clip_x: float | None = None
+) -> Tensor:
+    """`conv_sum` of x and `conv_silu` of MP-SiLU(x), x's gradient stopped at `clip_x`: a block of the decoder without a skip."""
     (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1)
     check_shape("w1", w1, (w1.shape[0], x.shape[3], w0.shape[1]))
-    return _residual_branch_silu(x, w0, master0, m, w1, master1, t, clip, _saves(x, w0, master0, m, w1, master1))[0]
+    saves = _saves(x, w0, master0, m, w1, master1)
+    return _residual_branch_silu(x, w0, master0, m, w1, master1, t, clip, clip_x, saves)[0]
 
 
 def residual_branch_cat(
     a: Tensor, b: Tensor, w0: Weight, m: Tensor, w1: Weight, w_skip: Weight, cat_t: float, t: float,
-    clip: float | None = None,
+    clip: float | None = None, clip_a: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """`conv_cat_sum` of `conv_silu` of `cat_silu`: a block of the decoder with a skip."""
+    """`conv_cat_sum` of `conv_silu` of `cat_silu`, a's gradient stopped at `clip_a`: a block of the decoder with a skip."""
     (w0, master0), (w1, master1) = unpack(w0), unpack(w1)
     w_skip, master_skip = _check_sources(a, b, w_skip, a, w1)
     check_shape("w0", w0, (*w0.shape[:2], a.shape[3] + b.shape[3]))
@@ -77,7 +83,8 @@ def residual_branch_cat(
     check_weight("w1", w1, "w0", w0.mT)
     _check_modulation(m, a, w0)
     saves = _saves(a, b, w0, master0, m, w1, master1, w_skip, master_skip)
-    return _residual_branch_cat(a, b, w0, master0, m, w1, master1, w_skip, master_skip, cat_t, t, clip, saves)[0]
+    weights = w0, master0, m, w1, master1, w_skip, master_skip
+    return _residual_branch_cat(a, b, *weights, cat_t, t, clip, clip_a, saves)[0]
 
 
 def attention_branch(x: Tensor, w_qkv: Weight, w_proj: Weight, heads: int, t: float, clip: float | None = None) -> Tensor:
@@ -204,20 +211,24 @@ _conv_cat_sum_backward = register(
     conv_triton.conv_cat_sum_backward, lambda g, x, w, a, b, w_skip, *_: 2 * _flops(x, w, w_skip),
     lambda *args: _refuses(args, 2, 5) or _refuses_sources(*args[3:5]) or _refuses_t(args[8], 1),
 )  # fmt: skip
-_residual_branch = register(
-    "residual_branch", eager.residual_branch,
-    lambda x, w0, master0, m, w1, master1, residual, t, clip, saves: _branch_outputs(x, w0, w1, saves),
-    conv_triton.residual_branch, lambda x, w0, master0, m, w1, *_: _flops(x, w0, w1), lambda *args: _refuses(args, 1, 4),
+_residual_branch_norm = register(
+    "residual_branch_norm", eager.residual_branch_norm,
+    lambda x, w0, master0, m, w1, master1, t, clip, down, saves: _norm_outputs(x, w0, w1, down, saves),
+    conv_triton.residual_branch_norm,
+    lambda x, w0, master0, m, w1, master1, t, clip, down, saves: _flops(x, w0, w1) // (4 if down else 1),
+    lambda *args: _refuses(args, 1, 4) or pixel_norm.refuses(args[0]),
 )  # fmt: skip
-_residual_branch_backward = register(
-    "residual_branch_backward", eager.residual_branch_backward,
-    lambda g, x, w0, m, w1, *_: (torch.empty_like(x), _grad(w0), *_like(m), _grad(w1), *_like(g)),
-    conv_triton.residual_branch_backward, lambda g, x, w0, m, w1, *_: 2 * _flops(x, w0, w1),
-    lambda *args: _refuses(args, 2, 4) or _refuses_t(args[8], 1),
+_residual_branch_norm_backward = register(
+    "residual_branch_norm_backward", eager.residual_branch_norm_backward,
+    lambda g, w0, m, w1, n, s, rms, v, u, t, down: (
+        n.new_empty(n.shape[0], *(size * (2 if down else 1) for size in n.shape[1:3]), n.shape[3]), _grad(w0), *_like(m), _grad(w1),
+    ),
+    conv_triton.residual_branch_norm_backward, lambda g, w0, m, w1, *_: 2 * _flops(g, w0, w1),
+    lambda *args: _refuses(args, 1, 3) or pixel_norm.refuses(args[4]),
 )  # fmt: skip
 _residual_branch_silu = register(
     "residual_branch_silu", eager.residual_branch_silu,
-    lambda x, w0, master0, m, w1, master1, t, clip, saves: _branch_outputs(x, w0, w1, saves, x.shape[3]),
+    lambda x, w0, master0, m, w1, *rest: _branch_outputs(x, w0, w1, rest[-1], x.shape[3]),
     conv_triton.residual_branch_silu, lambda x, w0, master0, m, w1, *_: _flops(x, w0, w1), lambda *args: _refuses(args, 1, 4),
 )  # fmt: skip
 _residual_branch_silu_backward = register(
@@ -255,15 +266,15 @@ _attention_branch_backward = register(
     "attention_branch_backward", eager.attention_branch_backward,
     lambda g, x, w_qkv, w_proj, *_: (torch.empty_like(x), _grad(w_qkv), _grad(w_proj)),
     conv_triton.attention_branch_backward,
-    lambda g, x, w_qkv, w_proj, qkv, v, lse, y, heads, *_: 2 * _attention_flops(x, w_qkv, w_proj, heads),
-    lambda *args: _refuses(args, 2, 3) or _refuses_attention(args[1], args[2], args[8]),
+    lambda g, x, w_qkv, w_proj, qkv, v, lse, heads, t: 2 * _attention_flops(x, w_qkv, w_proj, heads),
+    lambda *args: _refuses(args, 2, 3) or _refuses_attention(args[1], args[2], args[7]),
 )  # fmt: skip
 
 
 def _attention_outputs(x: Tensor, w_qkv: Tensor, heads: int, saves: bool) -> list[Tensor]:
     """qkv, v and the logarithms of the sums."""
     qkv = _output(x, w_qkv)
-    return [y if saves else y.new_empty(0) for y in (qkv, *attention.fake(qkv, heads))]
+    return list(eager.saved(saves, qkv, *attention.fake(qkv, heads)))
 
 
 def _attention_flops(x: tuple[int, ...], w_qkv: tuple[int, ...], w_proj: tuple[int, ...], heads: int) -> int:
@@ -274,10 +285,17 @@ def _refuses_attention(x: Tensor, w_qkv: Tensor, heads: int) -> str | None:
     return attention.refuses((*x.shape[:3], w_qkv.shape[1]), heads)
 
 
-def _branch_outputs(x: Tensor, w0: Tensor, w1: Tensor, saves: bool, activated: int = 0) -> tuple[Tensor, ...]:
-    """y, what was activated of that many channels (if any), v and u."""
-    widths = [activated] * bool(activated) + [w0.shape[1]] * 2
-    return _output(x, w1), *(x.new_empty(*x.shape[:3], c) if saves else x.new_empty(0) for c in widths)
+def _branch_outputs(x: Tensor, w0: Tensor, w1: Tensor, saves: bool, activated: int) -> tuple[Tensor, ...]:
+    """y, s of that many `activated` channels, v and u."""
+    s = x.new_empty(*x.shape[:3], activated)
+    return _output(x, w1), *eager.saved(saves, s, *(_output(x, w0) for _ in range(2)))
+
+
+def _norm_outputs(x: Tensor, w0: Tensor, w1: Tensor, down: bool, saves: bool) -> tuple[Tensor, ...]:
+    """y, n, s, rms, v and u."""
+    n = x.new_empty(pixel_norm.shape_after(x, down))
+    rms = x.new_empty(n.shape[:3], dtype=eager.wide(x.dtype))
+    return _output(n, w1), *eager.saved(saves, n, torch.empty_like(n), rms, *(_output(n, w0) for _ in range(2)))
 
 
 def _save_conv(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
@@ -324,50 +342,46 @@ def _conv_cat_sum_autograd(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor | None, 
     return dx, *split_gradient(dw, ctx.master), da, db, *split_gradient(dw_skip, ctx.master_skip), None, None, None
 
 
-def _save_residual_branch(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, w0, ctx.master0, m, w1, ctx.master1, _, ctx.t, ctx.clip, _ = inputs
-    y, v, u = output
-    ctx.save_for_backward(x, w0, m, w1, v, u, None if ctx.clip is None else y)
+def _save_residual_branch_norm(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    _, w0, ctx.master0, m, w1, ctx.master1, ctx.t, _, ctx.down, _ = inputs
+    ctx.save_for_backward(w0, m, w1, *output[1:])
 
 
-def _residual_branch_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    dx, dw0, dm, dw1, dresidual = _residual_branch_backward(g.contiguous(), *ctx.saved_tensors, ctx.t, ctx.clip)
-    dw0, dw1 = split_gradient(dw0, ctx.master0), split_gradient(dw1, ctx.master1)
-    return dx, *dw0, dm, *dw1, dresidual, None, None, None
+def _residual_branch_norm_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    dx, dw0, dm, dw1 = _residual_branch_norm_backward(g.contiguous(), *ctx.saved_tensors, ctx.t, ctx.down)
+    return dx, *split_gradient(dw0, ctx.master0), dm, *split_gradient(dw1, ctx.master1), None, None, None, None
 
 
 def _save_residual_branch_silu(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, w0, ctx.master0, m, w1, ctx.master1, *ctx.constants, _ = inputs
-    y, *saved = output
-    ctx.save_for_backward(x, w0, m, w1, *saved, None if ctx.constants[-1] is None else y)
+    x, w0, ctx.master0, m, w1, ctx.master1, ctx.t, _, ctx.clip_x, _ = inputs
+    ctx.save_for_backward(x, w0, m, w1, *output[1:])
 
 
 def _residual_branch_silu_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    dx, dw0, dm, dw1 = _residual_branch_silu_backward(g.contiguous(), *ctx.saved_tensors, *ctx.constants)
-    return dx, *split_gradient(dw0, ctx.master0), dm, *split_gradient(dw1, ctx.master1), None, None, None
+    dx, dw0, dm, dw1 = _residual_branch_silu_backward(g.contiguous(), *ctx.saved_tensors, ctx.t, ctx.clip_x)
+    return dx, *split_gradient(dw0, ctx.master0), dm, *split_gradient(dw1, ctx.master1), None, None, None, None
 
 
 def _save_residual_branch_cat(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    a, b, w0, ctx.master0, m, w1, ctx.master1, w_skip, ctx.master_skip, *ctx.constants, _ = inputs
-    y, *saved = output
-    ctx.save_for_backward(a, b, w0, m, w1, w_skip, *saved, None if ctx.constants[-1] is None else y)
+    a, b, w0, ctx.master0, m, w1, ctx.master1, w_skip, ctx.master_skip, cat_t, t, _, clip_a, _ = inputs
+    ctx.constants = cat_t, t, clip_a
+    ctx.save_for_backward(a, b, w0, m, w1, w_skip, *output[1:])
 
 
 def _residual_branch_cat_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     grads = _residual_branch_cat_backward(g.contiguous(), *ctx.saved_tensors, *ctx.constants)
     da, db, dw0, dm, dw1, dw_skip = grads
     dw0, dw1, dw_skip = (split_gradient(*pair) for pair in zip((dw0, dw1, dw_skip), (ctx.master0, ctx.master1, ctx.master_skip)))
-    return da, db, *dw0, dm, *dw1, *dw_skip, None, None, None, None
+    return da, db, *dw0, dm, *dw1, *dw_skip, *(None,) * 5
 
 
 def _save_attention_branch(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, w_qkv, ctx.master_qkv, w_proj, ctx.master_proj, *ctx.constants, _ = inputs
-    y, *saved = output
-    ctx.save_for_backward(x, w_qkv, w_proj, *saved, None if ctx.constants[-1] is None else y)
+    x, w_qkv, ctx.master_qkv, w_proj, ctx.master_proj, ctx.heads, ctx.t, *_ = inputs
+    ctx.save_for_backward(x, w_qkv, w_proj, *output[1:])
 
 
 def _attention_branch_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    dx, dw_qkv, dw_proj = _attention_branch_backward(g.contiguous(), *ctx.saved_tensors, *ctx.constants)
+    dx, dw_qkv, dw_proj = _attention_branch_backward(g.contiguous(), *ctx.saved_tensors, ctx.heads, ctx.t)
     return dx, *split_gradient(dw_qkv, ctx.master_qkv), *split_gradient(dw_proj, ctx.master_proj), None, None, None, None
 
 
@@ -375,7 +389,7 @@ register_derivative(_conv, _save_conv, _conv_autograd)
 register_derivative(_conv_silu, _save_conv_silu, _conv_silu_autograd)
 register_derivative(_conv_sum, _save_conv_sum, _conv_sum_autograd)
 register_derivative(_conv_cat_sum, _save_conv_cat_sum, _conv_cat_sum_autograd)
-register_derivative(_residual_branch, _save_residual_branch, _residual_branch_autograd)
+register_derivative(_residual_branch_norm, _save_residual_branch_norm, _residual_branch_norm_autograd)
 register_derivative(_residual_branch_cat, _save_residual_branch_cat, _residual_branch_cat_autograd)
 register_derivative(_attention_branch, _save_attention_branch, _attention_branch_autograd)
 register_derivative(_residual_branch_silu, _save_residual_branch_silu, _residual_branch_silu_autograd)

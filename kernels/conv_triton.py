@@ -1,7 +1,7 @@
 """The convolution ops by kernels. Their signatures, outputs and meaning are those of `kernels.eager`.
 
-g′ is the gradient of an output where the clip let it pass, times MP-Sum's factor of the residual: at once the gradient of
-the residual and what the convolutions of the backward read.
+Of `conv_sum`, the gradient of the residual is what its other gradients read: the output's where the clip let it pass,
+times MP-Sum's factor. The branches leave the clip's derivative to those who read their results.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from kernels.attention import cosine_attention_backward_triton, cosine_attention
 from kernels.convolve import Source, convolve
 from kernels.jit import is_recording
 from kernels.modulation import masked_gradient, modulated_silu_backward
+from kernels.pixel_norm import pixel_norm_silu_backward_triton, pixel_norm_silu_triton
 from kernels.pointwise import cat_silu_triton, mp_silu_triton
 from kernels.reference import cat_scales
 from kernels.wgrad import weight_gradient
@@ -108,74 +109,75 @@ def conv_cat_sum_backward(
 
 
 @by_table
-def residual_branch(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None, residual: Tensor,
-    t: float, clip: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    v, u = conv_silu(x, w0, master0, m, saves)
-    return _sum(v, w1, residual, t, clip, training=saves), *_saved(saves, v, u)
+def residual_branch_norm(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, down: bool, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    n, s, rms = pixel_norm_silu_triton(x, down)
+    v, u = conv_silu(s, w0, master0, m, saves)
+    return _sum(v, w1, n, t, clip, training=saves), *eager.saved(saves, n, s, rms, v, u)
 
 
 @by_table
-def residual_branch_backward(
-    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, v: Tensor, u: Tensor, y: Tensor | None,
-    t: float, clip: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def residual_branch_norm_backward(
+    g: Tensor, w0: Tensor, m: Tensor, w1: Tensor, n: Tensor, s: Tensor, rms: Tensor, v: Tensor, u: Tensor,
+    t: float, down: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scale, scale_conv = eager.sum_scales(t)
-    g = masked_gradient(g, y, scale, clip)
-    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv / scale)
-    return *conv_backward(du, x, w0), dm, dw1, g
+    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv)
+    ds, dw0 = conv_backward(du, s, w0)
+    return pixel_norm_silu_backward_triton(g, ds, n, rms, down, scale), dw0, dm, dw1
 
 
 @by_table
 def residual_branch_silu(
     x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, saves: bool,
+    t: float, clip: float | None, clip_x: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = mp_silu_triton(x)
     v, u = conv_silu(s, w0, master0, m, saves)
-    return _sum(v, w1, x, t, clip, training=saves), *_saved(saves, s, v, u)
+    return _sum(v, w1, x, t, clip, training=saves), *eager.saved(saves, s, v, u)
 
 
 @by_table
 def residual_branch_silu_backward(
-    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, y: Tensor | None,
-    t: float, clip: float | None,
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scale, scale_conv = eager.sum_scales(t)
-    g = g if clip is None else masked_gradient(g, y, 1.0, clip)
     du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv)
     dw0 = weight_gradient(du, s, w0.shape[0])
-    main = dict(aux=g, scale_aux=scale, act=_dense(x))
+    main = dict(aux=g, scale_aux=scale, act=_dense(x), clip=clip_x)
     return convolve(du, _dense(w0), "residual_silu_grad", transposed=True, **main, training=True)[0], dw0, dm, dw1
 
 
 @by_table
 def residual_branch_cat(
     a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, saves: bool,
+    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, clip_a: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = cat_silu_triton(a, b, cat_t)
     v, u = conv_silu(s, w0, master0, m, saves)
-    return conv_cat_sum(v, w1, master1, a, b, w_skip, master_skip, cat_t, t, clip), *_saved(saves, s, v, u)
+    return conv_cat_sum(v, w1, master1, a, b, w_skip, master_skip, cat_t, t, clip), *eager.saved(saves, s, v, u)
 
 
 @by_table
 def residual_branch_cat_backward(
     g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
-    y: Tensor | None, cat_t: float, t: float, clip: float | None,
+    cat_t: float, t: float, clip_a: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of each source: through its part of w_skip, then with that through its part of w0."""
     scale, scale_conv = eager.sum_scales(t)
-    g = g if clip is None else masked_gradient(g, y, 1.0, clip)
     du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv)
     da, db, dw_skip = _skip_backward(g, a, b, w_skip, cat_t, scale)
     channels = [a.shape[3], b.shape[3]]
-    parts = zip((da, db), (a, b), _dense(w0).split(channels, dim=2), cat_scales(*channels, cat_t))
+    parts = zip((da, db), (a, b), _dense(w0).split(channels, dim=2), cat_scales(*channels, cat_t), (clip_a, None))
     da, db = (
-        convolve(du, w, "residual_silu_grad", transposed=True, aux=d, scale_aux=1.0, act=_dense(x), scale_act=s_x, training=True)[0]
-        for d, x, w, s_x in parts
-    )
+        convolve(
+            du, w, "residual_silu_grad", transposed=True, aux=d, scale_aux=1.0, act=_dense(x), scale_act=s_x, clip=clip_x,
+            training=True,
+        )[0]
+        for d, x, w, s_x, clip_x in parts
+    )  # fmt: skip
     return da, db, weight_gradient(du, s, w0.shape[0]), dm, dw1, dw_skip
 
 
@@ -185,19 +187,17 @@ def attention_branch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     qkv = conv(x, w_qkv)
     v, lse = cosine_attention_triton(qkv, heads)
-    return conv_sum(v, w_proj, None, x, t, clip), *_saved(saves, qkv, v, lse)
+    return conv_sum(v, w_proj, None, x, t, clip), *eager.saved(saves, qkv, v, lse)
 
 
 def attention_branch_backward(
-    g: Tensor, x: Tensor, w_qkv: Tensor, w_proj: Tensor, qkv: Tensor, v: Tensor, lse: Tensor, y: Tensor | None,
-    heads: int, t: float, clip: float | None,
+    g: Tensor, x: Tensor, w_qkv: Tensor, w_proj: Tensor, qkv: Tensor, v: Tensor, lse: Tensor, heads: int, t: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if conv_tiles.library(x.element_size()):
-        dv, dw_proj, dresidual = eager.conv_sum_backward(g, v, w_proj, y, t, clip)
+        dv, dw_proj, dresidual = eager.conv_sum_backward(g, v, w_proj, None, t, None)
         dx, dw_qkv = eager.conv_backward(cosine_attention_backward_triton(dv, qkv, v, lse, heads), x, w_qkv)
         return dx.add_(dresidual), dw_qkv, dw_proj
     scale, scale_conv = eager.sum_scales(t)
-    g = g if clip is None else masked_gradient(g, y, 1.0, clip)
     dw_proj = weight_gradient(g, v, 1, scale_conv)
     dv, _ = convolve(g, _dense(w_proj), transposed=True, scale=scale_conv)
     dqkv = cosine_attention_backward_triton(dv, qkv, v, lse, heads)
@@ -226,11 +226,6 @@ def _skip_backward(
         weight_gradient(g, _dense(source), 1, factor * scale, out=dw)
         dx.append(convolve(g, w, transposed=True, scale=factor * scale)[0])
     return *dx, dw_skip
-
-
-def _saved(saves: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """What the backward needs, or nothing in its place."""
-    return tensors if saves else tuple(x.new_empty(0) for x in tensors)
 
 
 def _padded(x: Tensor, rows: bool = False) -> Tensor:

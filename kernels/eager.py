@@ -167,62 +167,70 @@ def conv_cat_sum_backward(
     return dx, dw, g @ w_a, g @ w_b, torch.cat(dw_skip, dim=-1)[None]
 
 
-def residual_branch(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None, residual: Tensor,
-    t: float, clip: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also v, the activated result of the first convolution, and its u, if it `saves` them."""
-    v, u = conv_silu(x, w0, None, m, saves)
-    return conv_sum(v, w1, None, residual, t, clip), v if saves else v.new_empty(0), u
+def saved(saves: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """What the backward needs, or nothing in its place."""
+    return tensors if saves else tuple(x.new_empty(0) for x in tensors)
 
 
-def residual_branch_backward(
-    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, v: Tensor, u: Tensor, y: Tensor | None,
-    t: float, clip: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, w0, m, w1 and the residual."""
-    dv, dw1, dresidual = conv_sum_backward(g, v, w1, y, t, clip)
-    return *conv_silu_backward(dv, x, w0, m, u), dw1, dresidual
+def residual_branch_norm(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, down: bool, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Also, if it `saves` them, n, the normalised x, its MP-SiLU s, the rms, v, the activated result of the first
+    convolution, and its u."""
+    n, s, rms = pixel_norm_silu(x, down)
+    v, u = conv_silu(s, w0, None, m, saves)
+    return conv_sum(v, w1, None, n, t, clip), *saved(saves, n, s, rms, v, u)
+
+
+def residual_branch_norm_backward(
+    g: Tensor, w0: Tensor, m: Tensor, w1: Tensor, n: Tensor, s: Tensor, rms: Tensor, v: Tensor, u: Tensor,
+    t: float, down: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of x, w0, m and w1."""
+    dv, dw1, _ = conv_sum_backward(g, v, w1, None, t, None)
+    ds, dw0, dm = conv_silu_backward(dv, s, w0, m, u)
+    return pixel_norm_silu_backward(g, ds, n, rms, down, sum_scales(t)[0]), dw0, dm, dw1
 
 
 def residual_branch_silu(
     x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, saves: bool,
+    t: float, clip: float | None, clip_x: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Also s, the activated x, v and u, if it `saves` them."""
     s = mp_silu(x)
-    y, v, u = residual_branch(s, w0, None, m, w1, None, x, t, clip, saves)
-    return y, s if saves else s.new_empty(0), v, u
+    v, u = conv_silu(s, w0, None, m, saves)
+    return conv_sum(v, w1, None, x, t, clip), *saved(saves, s, v, u)
 
 
 def residual_branch_silu_backward(
-    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, y: Tensor | None,
-    t: float, clip: float | None,
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of x, w0, m and w1."""
-    ds, dw0, dm, dw1, dx = residual_branch_backward(g, s, w0, m, w1, v, u, y, t, clip)
-    return dx.add_(mp_silu_backward(ds, x)), dw0, dm, dw1
+    dv, dw1, dx = conv_sum_backward(g, v, w1, None, t, None)
+    ds, dw0, dm = conv_silu_backward(dv, s, w0, m, u)
+    return clip_backward(dx.add_(mp_silu_backward(ds, x)), x, clip_x), dw0, dm, dw1
 
 
 def residual_branch_cat(
     a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, saves: bool,
+    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, clip_a: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = cat_silu(a, b, cat_t)
     v, u = conv_silu(s, w0, None, m, saves)
     y = conv_cat_sum(v, w1, None, a, b, w_skip, None, cat_t, t, clip)
-    return (y, s, v, u) if saves else (y, *(y.new_empty(0) for _ in range(3)))
+    return y, *saved(saves, s, v, u)
 
 
 def residual_branch_cat_backward(
     g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
-    y: Tensor | None, cat_t: float, t: float, clip: float | None,
+    cat_t: float, t: float, clip_a: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of a, b, w0, m, w1 and w_skip."""
-    dv, dw1, da, db, dw_skip = conv_cat_sum_backward(g, v, w1, a, b, w_skip, y, cat_t, t, clip)
+    dv, dw1, da, db, dw_skip = conv_cat_sum_backward(g, v, w1, a, b, w_skip, None, cat_t, t, None)
     ds, dw0, dm = conv_silu_backward(dv, s, w0, m, u)
     da_silu, db_silu = cat_silu_backward(ds, a, b, cat_t)
-    return da.add_(da_silu), db.add_(db_silu), dw0, dm, dw1, dw_skip
+    return clip_backward(da.add_(da_silu), a, clip_a), db.add_(db_silu), dw0, dm, dw1, dw_skip
 
 
 def _scaled_weights(
@@ -234,6 +242,10 @@ def _scaled_weights(
     scale_a, scale_b = cat_scales(*channels, cat_t)
     scales = (scale_conv, scale * scale_a, scale * scale_b)
     return [weight * s for weight, s in zip((w, *w_skip[0].split(channels, dim=-1)), scales)], scales
+
+
+def fork_backward(g: Tensor, other: Tensor | None, x: Tensor, clip: float) -> Tensor:
+    return clip_backward(g if other is None else g + other, x, clip)
 
 
 def mp_silu(x: Tensor) -> Tensor:
@@ -281,11 +293,11 @@ def pixel_norm_silu(x: Tensor, down: bool) -> tuple[Tensor, Tensor, Tensor]:
     return y, mp_silu(y), rms.squeeze(-1)
 
 
-def pixel_norm_silu_backward(gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool) -> Tensor:
-    """(g − y · ⟨y,g⟩/C · (rms+ε)/rms) / (rms+ε) with g = gy + silu′(y)·gs."""
+def pixel_norm_silu_backward(gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool, scale: float = 1.0) -> Tensor:
+    """(g − y · ⟨y,g⟩/C · (rms+ε)/rms) / (rms+ε) with g = scale·gy + silu′(y)·gs."""
     rms = rms.unsqueeze(-1)
     d = rms + EPS
-    g = torch.add(gy, aten.silu_backward(gs, y), alpha=SILU_SCALE)
+    g = torch.add(gy if scale == 1 else gy * scale, aten.silu_backward(gs, y), alpha=SILU_SCALE)
     dx, _ = project(g.to(rms.dtype), y.to(rms.dtype), rms / d * y.shape[-1], (-1,))
     dx = dx.mul_((0.25 if down else 1) / d).to(y.dtype)
     return resample(dx, (1, 1), "up") if down else dx
@@ -309,15 +321,14 @@ def attention_branch(
     qkv = conv(x, w_qkv)
     v, lse = cosine_attention(qkv, heads)
     y = conv_sum(v, w_proj, None, x, t, clip)
-    return (y, qkv, v, lse) if saves else (y, qkv.new_empty(0), v.new_empty(0), lse.new_empty(0))
+    return y, *saved(saves, qkv, v, lse)
 
 
 def attention_branch_backward(
-    g: Tensor, x: Tensor, w_qkv: Tensor, w_proj: Tensor, qkv: Tensor, v: Tensor, lse: Tensor, y: Tensor | None,
-    heads: int, t: float, clip: float | None,
+    g: Tensor, x: Tensor, w_qkv: Tensor, w_proj: Tensor, qkv: Tensor, v: Tensor, lse: Tensor, heads: int, t: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of x, w_qkv and w_proj."""
-    dv, dw_proj, dresidual = conv_sum_backward(g, v, w_proj, y, t, clip)
+    dv, dw_proj, dresidual = conv_sum_backward(g, v, w_proj, None, t, None)
     dx, dw_qkv = _conv_backward(cosine_attention_backward(dv, qkv, v, lse, heads), x, w_qkv)
     return dx.add_(dresidual), dw_qkv, dw_proj
 

@@ -20,7 +20,7 @@ def finish(
 
     sum: y = u + scale_aux·aux, clipped, the latter two if given; extra = MP-SiLU(y) if given.
     silu: y = MP-SiLU(u·m); extra = u if given.
-    residual_silu_grad: y = u·MP-SiLU′(scale_act·act)·scale_act + scale_aux·aux.
+    residual_silu_grad: y = u·MP-SiLU′(scale_act·act)·scale_act + scale_aux·aux, 0 where act was clipped.
     silu_grad: y = du and dm of the silu above for the gradient u of its result, aux being its u. dm by parts, one for
     each quarter.
     """
@@ -80,6 +80,8 @@ def finish_quarter(
         before = load_pixels(act, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32)
         value = u * mp_silu_grad(before * scale_act) * scale_act
         value += load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * scale_aux
+        if CLIP is not None:
+            value = tl.where(tl.abs(before) < CLIP, value, 0.0)
     else:
         before = load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32)
         dt = u * mp_silu_grad(modulated(before, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN))

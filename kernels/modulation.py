@@ -12,20 +12,26 @@ BLOCK = 4096  # elements per program: 32 per thread, four 16-byte loads in fligh
 
 
 @triton.jit
-def masked_gradient_kernel(g_ptr, y_ptr, dx_ptr, size, SCALE: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr):
+def masked_gradient_kernel(
+    g_ptr, other_ptr, y_ptr, dx_ptr, size, SCALE: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr
+):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(g_ptr + offs, offs < size).to(tl.float32) * SCALE
+    if other_ptr is not None:
+        g += tl.load(other_ptr + offs, offs < size).to(tl.float32)
     if CLIP is not None:
         y = tl.load(y_ptr + offs, offs < size).to(tl.float32)
         g = tl.where(tl.abs(y) < CLIP, g, 0.0)
     tl.store(dx_ptr + offs, g.to(dx_ptr.dtype.element_ty), offs < size)
 
 
-def masked_gradient(g: Tensor, y: Tensor | None, scale: float, clip: float | None) -> Tensor:
-    """scale·g where |y| < clip, else 0, NaN included."""
+def masked_gradient(
+    g: Tensor, y: Tensor | None, scale: float, clip: float | None, other: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """scale·g + other where |y| < clip, else 0, NaN included."""
     dx = torch.empty_like(g)
     grid = (triton.cdiv(g.numel(), BLOCK),)
-    launch(masked_gradient_kernel, grid, g, y, dx, g.numel(), SCALE=scale, CLIP=clip, BLOCK=BLOCK, num_warps=4)
+    launch(masked_gradient_kernel, grid, g, other, y, dx, g.numel(), SCALE=scale, CLIP=clip, BLOCK=BLOCK, num_warps=4)
     return dx
 
 

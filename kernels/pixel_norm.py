@@ -53,7 +53,7 @@ def source_pixel(offs_p, width, corner: tl.constexpr):
 
 
 def pixel_norm_silu_triton(x: Tensor, down: bool) -> tuple[Tensor, Tensor, Tensor]:
-    y = torch.empty(_shape(x, down), dtype=x.dtype, device=x.device)
+    y = torch.empty(shape_after(x, down), dtype=x.dtype, device=x.device)
     s, rms = torch.empty_like(y), torch.empty(y.shape[:3], dtype=torch.float32, device=x.device)
     _launch(pixel_norm_silu_kernel, y, down, x, y, s, rms)
     return y, s, rms
@@ -62,17 +62,17 @@ def pixel_norm_silu_triton(x: Tensor, down: bool) -> tuple[Tensor, Tensor, Tenso
 @triton.jit
 def pixel_norm_silu_backward_kernel(
     gy_ptr, gs_ptr, y_ptr, rms_ptr, dx_ptr,
-    P, width,
+    P, width, scale,
     C: tl.constexpr, DOWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dx = (g − y · ⟨y,g⟩/C · (rms+ε)/rms) / (rms+ε), spec §1.16, with g = gy + silu′(y)·gs; a quarter to each pixel if DOWN."""
+    """dx = (g − y · ⟨y,g⟩/C · (rms+ε)/rms) / (rms+ε), spec §1.16, with g = scale·gy + silu′(y)·gs; a quarter to each pixel if DOWN."""
     offs_p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)  # [BLOCK_P]
     offs_c = tl.arange(0, BLOCK_C)[None, :]
     mask = (offs_p[:, None] < P) & (offs_c < C)  # [BLOCK_P, BLOCK_C]
     offs = offs_p[:, None] * C + offs_c
     y = tl.load(y_ptr + offs, mask, other=0.0).to(tl.float32)
     g = tl.load(gs_ptr + offs, mask, other=0.0).to(tl.float32) * mp_silu_grad(y)
-    g += tl.load(gy_ptr + offs, mask, other=0.0).to(tl.float32)
+    g += tl.load(gy_ptr + offs, mask, other=0.0).to(tl.float32) * scale
     rms = tl.load(rms_ptr + offs_p, offs_p < P, other=1.0)
     inv = 1 / (rms + EPS)
     slope = tl.sum(y * g, axis=1) / C / tl.where(rms == 0, 1.0, rms * inv)  # 0 where x = 0
@@ -85,44 +85,46 @@ def pixel_norm_silu_backward_kernel(
         tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask)
 
 
-def pixel_norm_silu_backward_triton(gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool) -> Tensor:
+def pixel_norm_silu_backward_triton(
+    gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool, scale: float = 1.0
+) -> Tensor:  # fmt: skip
     n, h, w, c = y.shape
     dx = y.new_empty(n, 2 * h, 2 * w, c) if down else torch.empty_like(y)
-    _launch(pixel_norm_silu_backward_kernel, y, down, gy, gs, y, rms, dx)
+    _launch(pixel_norm_silu_backward_kernel, y, down, gy, gs, y, rms, dx, scale=scale)
     return dx
 
 
-def _launch(kernel, half: Tensor, down: bool, *tensors: Tensor) -> None:
+def _launch(kernel, half: Tensor, down: bool, *tensors: Tensor, **options: float) -> None:
     """Over the pixels of `half`, which has the size of the outputs."""
     n, h, w, c = half.shape
     block_c = triton.next_power_of_2(c)
     block_p = max(ELEMENTS // block_c, 1)
     grid = (triton.cdiv(n * h * w, block_p),)
-    launch(kernel, grid, *tensors, n * h * w, w, C=c, DOWN=down, BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4)
+    launch(kernel, grid, *tensors, n * h * w, w, **options, C=c, DOWN=down, BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4)
 
 
-def _shape(x: Tensor, down: bool) -> tuple[int, ...]:
+def shape_after(x: Tensor, down: bool) -> tuple[int, ...]:
     n, h, w, c = x.shape
     return (n, h // 2, w // 2, c) if down else (n, h, w, c)
 
 
 def _fake(x: Tensor, down: bool) -> tuple[Tensor, Tensor, Tensor]:
-    y = x.new_empty(_shape(x, down))
+    y = x.new_empty(shape_after(x, down))
     return y, torch.empty_like(y), x.new_empty(y.shape[:3], dtype=torch.float32)
 
 
-def _fake_backward(gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool) -> Tensor:
+def _fake_backward(gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool, scale: float = 1.0) -> Tensor:
     n, h, w, c = y.shape
     return y.new_empty(n, 2 * h, 2 * w, c) if down else torch.empty_like(y)
 
 
-def _refuses(x: Tensor, *_: Tensor | bool) -> str | None:
+def refuses(x: Tensor, *_: Tensor | float) -> str | None:
     return f"{x.shape[-1]} channels, the kernel takes {MAX_CHANNELS}" if x.shape[-1] > MAX_CHANNELS else None
 
 
-_norm = register("pixel_norm_silu", eager.pixel_norm_silu, _fake, pixel_norm_silu_triton, refuses=_refuses)
+_norm = register("pixel_norm_silu", eager.pixel_norm_silu, _fake, pixel_norm_silu_triton, refuses=refuses)
 _norm_backward = register(
-    "pixel_norm_silu_backward", eager.pixel_norm_silu_backward, _fake_backward, pixel_norm_silu_backward_triton, refuses=_refuses
+    "pixel_norm_silu_backward", eager.pixel_norm_silu_backward, _fake_backward, pixel_norm_silu_backward_triton, refuses=refuses
 )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 EPS = 1e-4  # every normalisation of the paper's config G
 SILU_SCALE = 1 / 0.596  # Eq. 81; the rounded constant is what the published networks were trained with
@@ -87,31 +88,64 @@ def conv_cat_sum(
     return conv_sum(x, w, conv(a, w_a * scale_a) + conv(b, w_b * scale_b), t, clip)
 
 
-def residual_branch(
-    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, residual: Tensor, t: float, clip: float | None = None
+def residual_branch_norm(
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, down: bool = False
 ) -> Tensor:
-    """Two convolutions and what joins them: `conv_sum` of `conv_silu`. A block of the encoder behind its pixel norm."""
-    return conv_sum(conv_silu(x, w0, m), w1, residual, t, clip)
+    """`conv_sum` of `conv_silu` behind `pixel_norm_silu` (or `down_…`): a block of the encoder.
+
+    The gradient of every `…_branch…` passes its clip: whoever reads the result stops it (`fork`, `clip_x`, `clip_a`).
+    """
+    x, s = down_pixel_norm_silu(x) if down else pixel_norm_silu(x)
+    return _clip_straight(conv_sum(conv_silu(s, w0, m), w1, x, t), clip)
 
 
-def residual_branch_silu(x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None) -> Tensor:
-    """`residual_branch` of MP-SiLU(x) with x: a block of the decoder without a skip."""
-    return residual_branch(mp_silu(x), w0, m, w1, x, t, clip)
+def residual_branch_silu(
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, clip_x: float | None = None
+) -> Tensor:
+    """`conv_sum` of x and `conv_silu` of MP-SiLU(x), x's gradient stopped at `clip_x`: a block of the decoder without a skip."""
+    x = clip_gradient(x, clip_x)
+    return _clip_straight(conv_sum(conv_silu(mp_silu(x), w0, m), w1, x, t), clip)
 
 
 def residual_branch_cat(
     a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, cat_t: float, t: float,
-    clip: float | None = None,
+    clip: float | None = None, clip_a: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """`conv_cat_sum` of `conv_silu` of `cat_silu`: a block of the decoder with a skip."""
-    return conv_cat_sum(conv_silu(cat_silu(a, b, cat_t), w0, m), w1, a, b, w_skip, cat_t, t, clip)
+    """`conv_cat_sum` of `conv_silu` of `cat_silu`, a's gradient stopped at `clip_a`: a block of the decoder with a skip."""
+    a = clip_gradient(a, clip_a)
+    return _clip_straight(conv_cat_sum(conv_silu(cat_silu(a, b, cat_t), w0, m), w1, a, b, w_skip, cat_t, t), clip)
 
 
 def attention_branch(
     x: Tensor, w_qkv: Tensor, w_proj: Tensor, heads: int, t: float, clip: float | None = None
 ) -> Tensor:  # fmt: skip
     """`conv_sum` of x with cosine attention between two 1×1 convolutions of it."""
-    return conv_sum(cosine_attention(conv(x, w_qkv), heads), w_proj, x, t, clip)
+    return _clip_straight(conv_sum(cosine_attention(conv(x, w_qkv), heads), w_proj, x, t), clip)
+
+
+def clip_gradient(x: Tensor, clip: float | None) -> Tensor:
+    """x, its gradient 0 where |x| ≥ clip, NaN included: the derivative of a clip that has let it pass."""
+    return x if clip is None else torch.where(x.abs() < clip, x, x.detach())
+
+
+def fork(x: Tensor, clip: float | None, readers: int = 2) -> tuple[Tensor, ...]:
+    """x for several readers, whose gradients add up and are 0 where |x| ≥ clip: the derivative of an earlier straight clip."""
+    return (clip_gradient(x, clip),) * readers
+
+
+def _clip_straight(x: Tensor, clip: float | None) -> Tensor:
+    """Clipped values, and the gradient as if they were not."""
+    return x if clip is None else _StraightClip.apply(x, clip)
+
+
+class _StraightClip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, clip: float) -> Tensor:
+        return x.clamp(-clip, clip)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
 
 
 def mp_silu(x: Tensor) -> Tensor:

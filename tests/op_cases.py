@@ -127,16 +127,17 @@ CASES = {
         [(1, 3, 3, 8), (9, 40, 8), (1, 3, 3, 8), (1, 3, 3, 8), (1, 40, 16)],
         {"cat_t": 0.5, "t": 0.3, "clip": 0.5},
     ),
-    "residual_branch": Case(
-        "residual_branch", [(2, 5, 3, 8), (9, 40, 8), (2, 40), (9, 16, 40), (2, 5, 3, 16)], {"t": 0.3}
-    ),
-    "residual_branch clip": Case(
-        "residual_branch", [(3, 4, 4, 16), (9, 24, 16), (3, 24), (1, 8, 24), (3, 4, 4, 8)], {"t": 0.4, "clip": 0.5}
+    "fork": Case("fork", [(2, 3, 5, 8)], {"clip": 0.5}),
+    "fork one": Case("fork", [(3, 5)], {"clip": 0.5, "readers": 1}),
+    "fork three": Case("fork", [(3, 5)], {"clip": 0.5, "readers": 3}),
+    "residual_branch_norm": Case("residual_branch_norm", [(2, 5, 3, 8), (9, 40, 8), (2, 40), (9, 8, 40)], {"t": 0.3}),
+    "residual_branch_norm down clip": Case(
+        "residual_branch_norm", [(3, 4, 8, 16), (9, 24, 16), (3, 24), (1, 16, 24)], {"t": 0.4, "clip": 0.5, "down": True}
     ),
     "residual_branch_cat": Case(
         "residual_branch_cat",
         [(1, 3, 5, 8), (1, 3, 5, 16), (9, 16, 24), (1, 16), (9, 40, 16), (1, 40, 24)],
-        {"cat_t": 0.4, "t": 0.3, "clip": 0.5},
+        {"cat_t": 0.4, "t": 0.3, "clip": 0.5, "clip_a": 0.7},
     ),
     "residual_branch_cat no clip": Case(
         "residual_branch_cat",
@@ -145,7 +146,7 @@ CASES = {
     ),
     "residual_branch_silu": Case("residual_branch_silu", [(2, 5, 3, 16), (9, 8, 16), (2, 8), (9, 16, 8)], {"t": 0.3}),
     "residual_branch_silu clip": Case(
-        "residual_branch_silu", [(2, 5, 7, 8), (1, 24, 8), (2, 24), (9, 8, 24)], {"t": 0.3, "clip": 0.5}
+        "residual_branch_silu", [(2, 5, 7, 8), (1, 24, 8), (2, 24), (9, 8, 24)], {"t": 0.3, "clip": 0.5, "clip_x": 0.7}
     ),
     "attention_branch": Case("attention_branch", [(2, 3, 5, 16), (1, 48, 16), (1, 16, 16)], {"heads": 2, "t": 0.3}),
     "attention_branch clip": Case(

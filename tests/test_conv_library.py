@@ -12,8 +12,8 @@ from tests.conftest import relative_error
 from tests.test_ops import CASES, Case
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="about kernels")
-BRANCH = CASES["residual_branch"]
-WIDE = Case("residual_branch", [(5, 4, 4, 8), (9, 72, 8), (5, 72), (1, 8, 72), (5, 4, 4, 8)], {"t": 0.3, "clip": 0.5})
+BRANCH = CASES["residual_branch_norm"]
+WIDE = Case("residual_branch_norm", [(5, 4, 4, 8), (9, 72, 8), (5, 72), (1, 8, 72)], {"t": 0.3, "clip": 0.5})
 OPS = [name for name, case in CASES.items() if case.op.startswith(("conv", "residual_branch")) and case.shapes[0][3] > 1]
 
 

@@ -114,17 +114,15 @@ SMALL = {
         [(1, 2, 2, 2), (9, 2, 2), (1, 2, 2, 2), (1, 2, 2, 1), (1, 2, 3)],
         {"cat_t": 0.4, "t": 0.3, "clip": 0.6},
     ),
-    "residual_branch": Case(
-        "residual_branch", [(2, 2, 2, 2), (9, 2, 2), (2, 2), (9, 2, 2), (2, 2, 2, 2)], {"t": 0.3, "clip": 0.6}
-    ),
+    "residual_branch_norm": Case("residual_branch_norm", [(1, 2, 4, 2), (9, 3, 2), (1, 3), (9, 2, 3)], {"t": 0.3, "down": True}),
     "residual_branch_cat": Case(
         "residual_branch_cat",
         [(1, 2, 2, 2), (1, 2, 2, 1), (9, 2, 3), (1, 2), (9, 2, 2), (1, 2, 3)],
-        {"cat_t": 0.4, "t": 0.3, "clip": 0.6},
+        {"cat_t": 0.4, "t": 0.3},
     ),
-    "residual_branch_silu": Case("residual_branch_silu", [(1, 2, 2, 2), (9, 3, 2), (1, 3), (9, 2, 3)], {"t": 0.3, "clip": 0.6}),
+    "residual_branch_silu": Case("residual_branch_silu", [(1, 2, 2, 2), (9, 3, 2), (1, 3), (9, 2, 3)], {"t": 0.3}),
     "attention_branch": Case(
-        "attention_branch", [(1, 2, 2, 4), (1, 12, 4), (1, 4, 4)], {"heads": 2, "t": 0.3, "clip": 0.6}
+        "attention_branch", [(1, 2, 2, 4), (1, 12, 4), (1, 4, 4)], {"heads": 2, "t": 0.3}
     ),
     "cosine_attention": Case("cosine_attention", [(1, 2, 2, 2 * 3 * 2)], {"heads": 2}),
     "resample": Case("resample", [(1, 2, 1, 2)], {"mode": "up"}),
