@@ -160,11 +160,11 @@ def _trace(candidate: str, preset: str, batch: int, phase: str, mode: OnGPU) -> 
     with fake_network(preset) as net:
         model = wrap(net)
         inputs = inputs_for(net, batch)
+        weights = weights_type(net)
         if phase == "eval":
-            with torch.no_grad(), mode:
+            with torch.no_grad(), weights.prepared(), mode:
                 model.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
             return {}
-        weights = weights_type(net)
         optimizer = optimizer_type(net, weights=weights)
         make_state(net, optimizer)
         model.train()

@@ -19,6 +19,7 @@ from kernels.modulation import masked_gradient, modulated_silu_backward
 from kernels.pixel_norm import pixel_norm_silu_backward_triton, pixel_norm_silu_triton
 from kernels.pointwise import cat_silu_triton, mp_silu_triton
 from kernels.reference import cat_scales
+from kernels.sums import Sums
 from kernels.wgrad import weight_gradient
 
 ALIGNMENT = 16  # bytes, of every row that a descriptor reaches
@@ -167,8 +168,9 @@ def residual_branch_cat_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of each source: through its part of w_skip, then with that through its part of w0."""
     scale, scale_conv = eager.sum_scales(t)
-    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv)
-    da, db, dw_skip = _skip_backward(g, a, b, w_skip, cat_t, scale)
+    sums = Sums()
+    da, db, dw_skip = _skip_backward(g, a, b, w_skip, cat_t, scale, sums)
+    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv, sums)
     channels = [a.shape[3], b.shape[3]]
     parts = zip((da, db), (a, b), _dense(w0).split(channels, dim=2), cat_scales(*channels, cat_t), (clip_a, None))
     da, db = (
@@ -206,16 +208,18 @@ def attention_branch_backward(
 
 
 def _second_backward(
-    g: Tensor, w: Tensor, m: Tensor, v: Tensor, u: Tensor, scale: float
+    g: Tensor, w: Tensor, m: Tensor, v: Tensor, u: Tensor, scale: float, sums: Sums | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of a branch's second convolution and the activation before it: du, dm and dw."""
-    dw = weight_gradient(g, v, w.shape[0], scale)
-    du, dm = convolve(g, _dense(w), "silu_grad", transposed=True, scale=scale, aux=u, m=_rows(m), training=True)
+    sums = Sums() if sums is None else sums
+    du, dm = convolve(g, _dense(w), "silu_grad", transposed=True, scale=scale, aux=u, m=_rows(m), training=True, later=sums)
+    dw = weight_gradient(g, v, w.shape[0], scale, sums=sums)
+    sums.run()
     return du, dm, dw
 
 
 def _skip_backward(
-    g: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, factor: float = 1.0
+    g: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, factor: float = 1.0, sums: Sums | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of `factor` times the 1×1 convolution of MP-Cat."""
     channels = [a.shape[3], b.shape[3]]
@@ -223,7 +227,7 @@ def _skip_backward(
     parts = zip((a, b), w_skip.split(channels, dim=2), dw_skip.split(channels, dim=2), cat_scales(*channels, cat_t))
     dx = []
     for source, w, dw, scale in parts:
-        weight_gradient(g, _dense(source), 1, factor * scale, out=dw)
+        weight_gradient(g, _dense(source), 1, factor * scale, out=dw, sums=sums)
         dx.append(convolve(g, w, transposed=True, scale=factor * scale)[0])
     return *dx, dw_skip
 

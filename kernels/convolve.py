@@ -11,7 +11,7 @@ from kernels import conv_tiles, library
 from kernels.conv_tiles import ConvTile
 from kernels.implicit_gemm import conv_kernel
 from kernels.jit import capability, descriptor, launch
-from kernels.wgrad import sum_parts
+from kernels.sums import Sums, sum_parts
 
 EPILOGUE_STAGES = 3  # a quarter's loads run two ahead
 
@@ -40,12 +40,13 @@ def convolve(
     m: Tensor | None = None,
     tile: ConvTile | None = None,
     training: bool = False,
+    later: Sums | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y and extra, or y and dm, of an epilogue (see `finish`).
 
     x `[N, H, W, K]`, w `[9 or 1, C, K]` (for the input gradient `transposed`, `[9 or 1, K, C]`), m `[N, C]`, aux
     and act `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added before the scale. In training the library
-    may convolve, where the table of tiles says so.
+    may convolve, where the table of tiles says so. dm is there at once, or when the sums of `later` have run.
     """
     (n, height, width, depth), channels = x.shape, w.shape[2 if transposed else 1]
     tile = tile or conv_tiles.conv(capability(x), n * height * width, channels)
@@ -73,7 +74,7 @@ def convolve(
     if sums is None:
         return y, extra
     dm = m.new_empty(m.shape)
-    sum_parts(sums, dm)
+    (sum_parts if later is None else later.add)(sums, dm)
     return y, dm
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.jit import launch, mp_silu_grad
-from kernels.wgrad import sum_parts
+from kernels.sums import sum_parts
 
 BLOCK = 4096  # elements per program: 32 per thread, four 16-byte loads in flight
 

@@ -13,6 +13,7 @@ from kernels import conv_tiles, library
 from kernels.conv_tiles import WgradTile
 from kernels.jit import capability, descriptor, launch
 from kernels.pixels import load_pixels
+from kernels.sums import Sums, sum_parts
 
 
 @triton.jit(do_not_specialize=["N", "H", "W", "steps"])  # one binary for all sizes
@@ -98,22 +99,18 @@ def store_tile(
         tl.store(start + offs_c * STRIDE + offs_k, value, (offs_c < C) & (offs_k < K))
 
 
-@triton.jit(do_not_specialize=["parts"])
-def sum_parts_kernel(parts_ptr, y_ptr, parts, stride_part, stride_row, stride_y, L, BLOCK: tl.constexpr):
-    """y[row, l] = Σ over parts, in their order, of fp32 parts[row, part, l]."""
-    row, offs = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in range(parts):
-        total += tl.load(parts_ptr + row * stride_row + part * stride_part + offs, offs < L, other=0.0)
-    tl.store(y_ptr + row * stride_y + offs, total.to(y_ptr.dtype.element_ty), offs < L)
-
-
 def weight_gradient(
-    g: Tensor, x: Tensor, taps: int, scale: float = 1.0, out: Tensor | None = None, tile: WgradTile | None = None
+    g: Tensor,
+    x: Tensor,
+    taps: int,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+    tile: WgradTile | None = None,
+    sums: Sums | None = None,
 ) -> Tensor:
     """scale · dw, fp32 `[taps, C, K]`, of a convolution with 9 or 1 taps: g `[N, H, W, C]`, x `[N, H, W, K]`.
 
-    Into `out`, if given: `[taps, C, K]`, whose rows may lie apart.
+    Into `out`, if given: `[taps, C, K]`, whose rows may lie apart. With `sums`, it is there when these have run.
     """
     (n, height, width, depth), channels = x.shape, g.shape[3]
     if conv_tiles.by_library(capability(x), "weight gradient", taps, height, width, depth, channels):
@@ -143,18 +140,7 @@ def weight_gradient(
         BOXES=tile.boxes, FLAT=flat, num_warps=tile.warps, num_stages=tile.stages,
         flops=2 * n * height * width * taps * channels * depth,
     )  # fmt: skip
-    if splits > 1 and dw.is_contiguous():
-        sum_parts(parts.view(1, splits, -1), dw.view(1, -1))
-    elif splits > 1:
-        sum_parts(parts.transpose(0, 1), dw[0])
+    if splits > 1:
+        add = sum_parts if sums is None else sums.add
+        add(*(parts.view(1, splits, -1), dw.view(1, -1)) if dw.is_contiguous() else (parts.transpose(0, 1), dw[0]))
     return dw
-
-
-def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """out[r, l] = Σ over p of fp32 parts[r, p, l], in order; rows of both are contiguous."""
-    rows, count, length = parts.shape
-    block = min(1024, triton.next_power_of_2(length))
-    launch(
-        sum_parts_kernel, (rows, triton.cdiv(length, block)),
-        parts, out, count, parts.stride(1), parts.stride(0), out.stride(0), length, BLOCK=block, num_warps=4,
-    )  # fmt: skip
