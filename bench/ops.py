@@ -150,15 +150,15 @@ def _call(op: str, x: Tensor, *rest: Any) -> Call | None:
         return Call(op, (shape, tuple(rest[0].shape)), (), x.dtype)
     if x.ndim != 4:
         return None
-    if op == "pixel_norm_silu":
-        return Call("down_" * rest[0] + op, (shape,), (), x.dtype)
-    if op in ("cat_silu", "residual_branch_cat"):  # of a block of the decoder, what precedes its convolutions
-        return Call("cat_silu", (shape, tuple(rest[0].shape)), rest[1:2] if op == "cat_silu" else rest[8:9], x.dtype)
-    if op == "attention_branch":
-        return Call("cosine_attention", ((*shape[:3], rest[0].shape[1]),), rest[4:5], x.dtype)
+    if op == "residual_branch_norm":  # of a block, what is apart from its convolutions
+        return Call("down_" * rest[7] + "pixel_norm_silu", (shape,), (), x.dtype)
+    if op == "residual_branch_cat":
+        return Call("cat_silu", (shape, tuple(rest[0].shape)), rest[8:9], x.dtype)
     if op == "residual_branch_silu":
         return Call("mp_silu", (shape,), (), x.dtype)
-    return Call(op, (shape,), rest, x.dtype) if op in ("mp_silu", "cosine_attention") else None
+    if op == "attention_branch":
+        return Call("cosine_attention", ((*shape[:3], rest[0].shape[1]),), rest[4:5], x.dtype)
+    return None
 
 
 @lru_cache
