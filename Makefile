@@ -4,7 +4,7 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PY := .venv/bin/python
-INTERPRETED := tests/test_ops.py tests/test_prepared.py tests/test_adam.py tests/test_conv_library.py  # once more, with the kernels in Triton's interpreter
+INTERPRETED := tests/test_ops.py tests/test_prepared.py tests/test_adam.py tests/test_conv.py tests/test_conv_library.py  # once more, with the kernels in Triton's interpreter
 NET := out/demo/network-snapshot-0000115.200-0.100.safetensors
 
 .PHONY: demo test torture bench clean
