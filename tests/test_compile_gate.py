@@ -189,7 +189,7 @@ def convolution(capability: int = 90, taps: int = 9) -> Job:
     ],
 )
 def test_limits_of_loops(job, found, message):
-    messages = list(loops.violations(job, tuple(found)))
+    messages = list(violations(job, Facts(registers=99, loops=tuple(found))))
     assert len(messages) == bool(message) and all(message in m for m in messages)
 
 
