@@ -57,7 +57,8 @@ class WgradTile:
 
 # Kind of matrix product → tiles of each number of channels, the most pixels first. Fewer pixels are for small batches,
 # which would leave multiprocessors idle; channels and steps never follow the batch, so that it cannot change a sum.
-# Registers and shared memory of sm_90 (Triton 3.9), over all epilogues.
+# Registers and shared memory of sm_90 (Triton 3.9), over all epilogues. What a step of each takes in instructions:
+# tests/gate/loops-triton-3.9.0.csv.
 CONV: dict[str, list[list[ConvTile]]] = {
     "wgmma": [
         # 37 bytes per clock, the least of all that fit. 234 to 255 registers, 168 KB

@@ -85,6 +85,75 @@ def test_attention(dtype, tokens, backward):
         assert launches == expected
 
 
+OUT = 40  # channels of outputs
+SPLITS = 4  # of the 18 rows of pixels in a weight's gradient
+DM_PARTS = 8  # quarters of the two boxes of 4 × 16 pixels that cover an image
+
+
+def product(k: int, c: int, taps: int, more: int = 0) -> tuple[str, int]:
+    """A convolution: x, w → y. `more` elements are read or written by its epilogue."""
+    return "conv", 2 * (P * (k + c) + taps * k * c + more)
+
+
+def weight_gradient(k: int, c: int, taps: int) -> list[tuple[str, int]]:
+    """x, g → fp32 parts → their sum."""
+    parts = 4 * SPLITS * taps * k * c
+    return [("wgrad", 2 * P * (k + c) + parts), ("sum_parts", parts + parts // SPLITS)]
+
+
+def clipped(c: int, clip: float | None) -> tuple[str, int]:
+    """g, y → g′."""
+    return "masked_gradient", 2 * (2 + (clip is not None)) * P * c
+
+
+def dm_of(parts: int, c: int) -> tuple[str, int]:
+    """fp32 parts → dm."""
+    return "sum_parts", N * c * (4 * parts + 2)
+
+
+@pytest.mark.parametrize("taps", [9, 1])
+def test_conv(taps):
+    forward, backward = both_ways(kernels.conv, [(N, H, W, C), (taps, OUT, C)], HALF)
+    assert forward == [product(C, OUT, taps)]
+    assert backward == [*weight_gradient(C, OUT, taps), product(OUT, C, taps)]
+
+
+def test_conv_silu():
+    """x, w, m → y, u; then g, u, m → du and a part of dm for each image."""
+    forward, backward = both_ways(kernels.conv_silu, [(N, H, W, C), (9, OUT, C), (N, OUT)], HALF)
+    assert forward == [product(C, OUT, 9, N * OUT + P * OUT)]
+    pointwise = ("modulated_silu_backward", 2 * (3 * P * OUT + N * OUT) + 4 * N * OUT)
+    assert backward == [pointwise, dm_of(1, OUT), *weight_gradient(C, OUT, 9), product(OUT, C, 9)]
+
+
+@pytest.mark.parametrize("clip", [None, 256.0])
+def test_conv_sum(clip):
+    """The residual's gradient is g′."""
+    forward, backward = both_ways(kernels.conv_sum, [(N, H, W, C), (9, OUT, C), (N, H, W, OUT)], HALF, 0.3, clip)
+    assert forward == [product(C, OUT, 9, P * OUT)]
+    assert backward == [clipped(OUT, clip), product(OUT, C, 9), *weight_gradient(C, OUT, 9)]
+
+
+def test_conv_cat_sum():
+    """a, b and both their weights in the launch of the 3×3."""
+    a, b = 8, 16
+    shapes = [(N, H, W, C), (9, OUT, C), (N, H, W, a), (N, H, W, b), (1, OUT, a + b)]
+    forward, backward = both_ways(kernels.conv_cat_sum, shapes, HALF, 0.5, 0.3, 256.0)
+    assert forward == [product(C, OUT, 9, (P + OUT) * (a + b))]
+    skip = [x for k in (a, b) for x in (*weight_gradient(k, OUT, 1), product(OUT, k, 1))]
+    assert backward == [clipped(OUT, 256.0), product(OUT, C, 9), *weight_gradient(C, OUT, 9), *skip]
+
+
+def test_residual_branch():
+    """The input gradient of the second convolution reads u and m, and writes du and fp32 parts of dm."""
+    shapes = [(N, H, W, C), (9, OUT, C), (N, OUT), (9, 16, OUT), (N, H, W, 16)]
+    forward, backward = both_ways(kernels.residual_branch, shapes, HALF, 0.3, None)
+    assert forward == [product(C, OUT, 9, N * OUT + P * OUT), product(OUT, 16, 9, P * 16)]
+    inner = [product(16, OUT, 9, P * OUT + N * OUT + 2 * N * DM_PARTS * OUT), dm_of(DM_PARTS, OUT)]
+    outer = [*weight_gradient(C, OUT, 9), product(OUT, C, 9)]
+    assert backward == [clipped(16, None), *weight_gradient(OUT, 16, 9), *inner, *outer]
+
+
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
 def test_linear(dtype):
     """A weight's gradient is fp32."""

@@ -5,11 +5,11 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.jit import INTERPRET, Launch
-from tests.gate import planted, table
+from tests.gate import loops, planted, table
 from tests.gate.build import Facts, compile_all, compile_presets, workers
 from tests.gate.collect import CAPABILITIES, CASES, Job, distinct, job
 from tests.gate.limits import broken, violations
-from tests.gate.sass import Code
+from tests.gate.sass import Code, Loop
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels of the interpreter do not compile")
 HALF, FLOAT = torch.empty(64, dtype=torch.float16), torch.empty(64)
@@ -40,6 +40,14 @@ def test_table(presets):
     if not table.PATH.exists():
         pytest.skip(f"no {table.PATH.name}: limits only")
     changes = table.differences(table.read(), table.rows(presets))
+    assert not changes, "\n".join(["", *changes, "", "If that is what you want: python -m tests.gate --update"])
+
+
+def test_loops(presets):
+    """Nor does one to the main loops of the convolutions go unseen."""
+    if not loops.PATH.exists():
+        pytest.skip(f"no {loops.PATH.name}: limits only")
+    changes = table.differences(loops.read(), loops.rows(presets), loops.COUNTS)
     assert not changes, "\n".join(["", *changes, "", "If that is what you want: python -m tests.gate --update"])
 
 
@@ -131,6 +139,58 @@ def test_spills_count_where_control_returns_to_a_product(place, count):
     nothing = dict.fromkeys(("first", "inside", "after", "aside"), "NOP")
     code = Code(LISTING.format(**{**nothing, place: "STL [R1+0x4], R5"}))
     assert len(code.instructions) == 12 and len(code.tensor_core) == 1 and code.spills_in_loops() == count
+
+
+STEP = """
+        /*0000*/              LDS R4, [R2] ;
+        /*0010*/              {product} ;
+        /*0020*/              {more} ;
+        /*0030*/              @P0 BRA 0x0010 ;
+        /*0040*/              EXIT ;
+"""
+WGMMA = "HGMMA.64x128x16.F32 R24, gdesc[UR4].tnspA, R24"
+
+
+@pytest.mark.parametrize(
+    ("product", "more", "warps", "expected"),
+    [
+        (WGMMA, "NOP", 8, dict(multiply_adds=2 * 64 * 128 * 16)),
+        (WGMMA, "HGMMA.64x64x16.F32 R8, R4, gdesc[UR4], R8, gsb0", 4, dict(products=2, multiply_adds=64 * 192 * 16, from_registers=1)),
+        ("HMMA.16816.F32 R4, R8.reuse, R2, R4", "LDSM.16.M88.4 R8, [R2]", 4, dict(multiply_adds=4 * 16 * 8 * 16, shared_loads=1)),
+        ("HMMA.16816.F32 R4, R8, R2, R4", "LDGSTS.E.BYPASS.128 [R3], [R4.64]", 8, dict(multiply_adds=8 * 16 * 8 * 16, copies=1)),
+        ("UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8], tmem[UR2], idesc[UR3], UPT", "BAR.SYNC 0x0", 8, dict(multiply_adds=2**19, barriers=1)),
+        (WGMMA, "UTMALDG.4D [UR8], [UR6]", 4, dict(multiply_adds=64 * 128 * 16, copies=1)),
+        (WGMMA, "LDG.E R4, [R2.64]", 4, dict(multiply_adds=64 * 128 * 16, global_loads=1)),
+    ],
+)
+def test_counts_of_a_loop(product, more, warps, expected):
+    nothing = dict.fromkeys(Loop._fields, 0) | dict(products=1, instructions=3)
+    assert Code(STEP.format(product=product, more=more)).main_loops(warps) == [Loop(**{**nothing, **expected})]
+
+
+def convolution(capability: int = 90, taps: int = 9) -> Job:
+    """128 channels × 32 pixels in steps of 16: 65,536 multiply-adds."""
+    sizes = dict(BN0=64, BN1=64, BI=1, BH=2, BW=16, BLOCK_K=16, K=64, TAPS=taps)
+    return Job(capability, "", "conv_kernel", (), tuple(sizes.items()))
+
+
+@pytest.mark.parametrize(
+    ("job", "found", "message"),
+    [
+        (convolution(), [Loop(1, 65536, 0, 0, 0, 2, 2, 9)], None),
+        (convolution(), [Loop(1, 65536, 0, 0, 0, 2, 2, 9), Loop(1, 65535, 0, 0, 0, 2, 2, 9)], "65535 multiply-adds in its loop"),
+        (convolution(), [Loop(1, 65536, 1, 0, 0, 2, 2, 9)], "operand from registers"),
+        (convolution(), [Loop(1, 65536, 0, 1, 0, 2, 2, 9)], "1 loads into registers"),
+        (convolution(100), [Loop(1, 65536, 0, 0, 2, 2, 2, 9)], "2 loads into registers"),
+        (convolution(80), [Loop(1, 65536, 0, 8, 2, 2, 2, 9)], None),
+        (convolution(), [], "no loop"),
+        (convolution(taps=1), [], None),
+        (Job(90, "", "matmul_kernel", (), ()), [Loop(1, 1, 1, 1, 1, 1, 1, 1)], None),
+    ],
+)
+def test_limits_of_loops(job, found, message):
+    messages = list(violations(job, Facts(registers=99, loops=tuple(found))))
+    assert len(messages) == bool(message) and all(message in m for m in messages)
 
 
 def test_jobs_are_what_triton_tells_apart():

@@ -1,23 +1,30 @@
 """`python -m tests.gate`: compile the kernels, show what breaks a limit or differs from the table, which `--update` writes.
 
-`--all` leaves no shape out, which takes many minutes, and heeds the limits only.
+`--all` leaves no shape out, which takes many minutes, and heeds the limits only. `--loops` shows the main loops of the
+convolutions, in a minute.
 """
 
 import sys
 
-from tests.gate import table
+from tests.gate import loops, table
 from tests.gate.build import compile_presets
 from tests.gate.limits import broken
 
 
 def main() -> None:
-    facts = compile_presets(everything="--all" in sys.argv[1:])
+    everything, only_loops, update = (f"--{name}" in sys.argv[1:] for name in ("all", "loops", "update"))
+    facts = compile_presets(everything, loops.KERNELS if only_loops else None)
     failures = broken(facts)
-    rows = table.rows(facts)
-    changes = [] if "--all" in sys.argv[1:] else table.differences(table.read(), rows)
+    rows, loop_rows = table.rows(facts), loops.rows(facts)
+    if only_loops:
+        print(loops.text(loop_rows))
+    changes = [] if everything or only_loops else table.differences(table.read(), rows)
+    changes += [] if everything else table.differences(loops.read(), loop_rows, loops.COUNTS)
     print(*failures, *changes, f"{len(rows)} kernels compiled", sep="\n")
-    if "--update" in sys.argv[1:]:
-        table.write(rows)
+    if update:
+        loops.write(loop_rows)
+        if not only_loops:
+            table.write(rows)
     sys.exit(bool(failures))
 
 

@@ -5,7 +5,7 @@ import re
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from kernels import FallbackWarning
 from kernels.jit import OPTIONS
 from tests.gate import ir
 from tests.gate.collect import CAPABILITIES, CASES, Box, Job, collect, distinct
-from tests.gate.sass import Code
+from tests.gate.sass import Code, Loop
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Facts:
     traps: bool = False
     loaded_operands: int = 0
     warnings: tuple[str, ...] = ()
+    loops: tuple[Loop, ...] = ()  # that hold tensor-core instructions
     failure: str = ""
 
 
@@ -76,12 +77,12 @@ def _prepare() -> None:
     knobs.nvidia.dump_ptxas_log = True
 
 
-def compile_presets(everything: bool = False) -> dict[Job, Facts]:
-    """The kernels that the presets launch; without `everything`, of most only one for each shape class."""
+def compile_presets(everything: bool = False, kernels: Container[str] | None = None) -> dict[Job, Facts]:
+    """The kernels that the presets launch, or of them these; without `everything`, of most only one for each shape class."""
     pairs = [(case, capability) for case in CASES for capability in CAPABILITIES]
     with workers() as pool:
         jobs = distinct([case for case, _ in pairs], list(pool.map(collect, *zip(*pairs))), everything)
-        return compile_all(pool, jobs)
+        return compile_all(pool, [job for job in jobs if kernels is None or job.name in kernels])
 
 
 def compile_all(pool: ProcessPoolExecutor, jobs: list[Job]) -> dict[Job, Facts]:
@@ -126,6 +127,7 @@ def _facts(compiled: Any, log: str) -> Facts:
         traps=bool(re.search(r"^\s*(@\S+\s+)?trap;", compiled.asm["ptx"], re.MULTILINE)),
         loaded_operands=ir.loaded_operands(compiled.asm["ttgir"]),
         warnings=tuple(re.findall(r"\(C75\d\d\).*", log)),
+        loops=tuple(code.main_loops(compiled.metadata.num_warps)),
     )
 
 

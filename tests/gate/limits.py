@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from tests.gate import loops
 from tests.gate.build import Facts
 from tests.gate.collect import Job
 
@@ -19,6 +20,7 @@ def violations(job: Job, facts: Facts) -> Iterator[str]:
         return
     yield from facts.warnings
     yield from _bad_code(facts)
+    yield from loops.violations(job, facts.loops)
     if facts.loaded_operands and job.name not in FROM_REGISTERS:
         yield f"{facts.loaded_operands} operands of matrix products loaded into registers in a loop"
     if facts.spilled > SPILLED:

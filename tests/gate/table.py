@@ -22,20 +22,20 @@ def rows(facts: dict[Job, Facts]) -> Rows:
     }
 
 
-def write(table: Rows, path: Path = PATH) -> None:
+def write(table: Rows, path: Path = PATH, header: tuple[str, ...] = (*KEYS, *FACTS)) -> None:
     with path.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([(*KEYS, *FACTS), *sorted((*k, *v) for k, v in table.items())])
+        csv.writer(file, lineterminator="\n").writerows([header, *sorted((*k, *v) for k, v in table.items())])
 
 
-def read(path: Path = PATH) -> Rows:
+def read(path: Path = PATH, keys: int = len(KEYS)) -> Rows:
     if not path.exists():
         return {}
     with path.open(newline="") as file:
         _, *lines = csv.reader(file)
-    return {tuple(line[: len(KEYS)]): tuple(line[len(KEYS) :]) for line in lines}
+    return {tuple(line[:keys]): tuple(line[keys:]) for line in lines}
 
 
-def differences(old: Rows, new: Rows) -> list[str]:
+def differences(old: Rows, new: Rows, names: tuple[str, ...] = FACTS) -> list[str]:
     """In words, one for each row that came, went or changed."""
     lines = []
     for key in sorted(old.keys() | new.keys()):
@@ -43,6 +43,6 @@ def differences(old: Rows, new: Rows) -> list[str]:
         if before is None or after is None:
             lines.append(f"{'new' if after else 'gone'}: {' '.join(key)}")
         elif before != after:
-            changes = (f"{name} {a} → {b}" for name, a, b in zip(FACTS, before, after) if a != b)
+            changes = (f"{name} {a} → {b}" for name, a, b in zip(names, before, after) if a != b)
             lines.append(f"{', '.join(changes)}: {' '.join(key)}")
     return lines
