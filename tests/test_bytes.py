@@ -144,14 +144,66 @@ def test_conv_cat_sum():
     assert backward == [clipped(OUT, 256.0), product(OUT, C, 9), *weight_gradient(C, OUT, 9), *skip]
 
 
-def test_residual_branch():
-    """The input gradient of the second convolution reads u and m, and writes du and fp32 parts of dm."""
-    shapes = [(N, H, W, C), (9, OUT, C), (N, OUT), (9, 16, OUT), (N, H, W, 16)]
-    forward, backward = both_ways(kernels.residual_branch, shapes, HALF, 0.3, None)
-    assert forward == [product(C, OUT, 9, N * OUT + P * OUT), product(OUT, 16, 9, P * 16)]
-    inner = [product(16, OUT, 9, P * OUT + N * OUT + 2 * N * DM_PARTS * OUT), dm_of(DM_PARTS, OUT)]
-    outer = [*weight_gradient(C, OUT, 9), product(OUT, C, 9)]
-    assert backward == [clipped(16, None), *weight_gradient(OUT, 16, 9), *inner, *outer]
+def second_backward(channels: int, before: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Of a branch's second convolution: g, w, u, m → du and fp32 parts of dm; dw's parts; one launch sums all, and those `before`."""
+    grad = product(channels, OUT, 9, P * OUT + N * OUT + 2 * N * DM_PARTS * OUT)
+    wgrad, sums = weight_gradient(OUT, channels, 9)
+    waiting = [x for x in before if x[0] == "sum_parts"]
+    total = sum(size for _, size in (dm_of(DM_PARTS, OUT), sums, *waiting))
+    return [*(x for x in before if x not in waiting), grad, wgrad, ("sum_parts", total)]
+
+
+def test_residual_branch_norm():
+    """No pass for the gradient of the main path, nor for the clip."""
+    shapes = [(N, H, W, C), (9, OUT, C), (N, OUT), (9, C, OUT)]
+    forward, backward = both_ways(kernels.residual_branch_norm, shapes, HALF, 0.3, 256.0)
+    norm = "pixel_norm_silu", 2 * 3 * P * C + 4 * P
+    assert forward == [norm, product(C, OUT, 9, N * OUT + P * OUT), product(OUT, C, 9, P * C)]
+    norm = "pixel_norm_silu_backward", 2 * 4 * P * C + 4 * P
+    assert backward == [*second_backward(C, []), *weight_gradient(C, OUT, 9), product(OUT, C, 9), norm]
+
+
+def test_residual_branch_silu():
+    """The last epilogue reads g and x."""
+    shapes = [(N, H, W, C), (9, OUT, C), (N, OUT), (9, C, OUT)]
+    forward, backward = both_ways(kernels.residual_branch_silu, shapes, HALF, 0.3, 256.0, 256.0)
+    assert forward == [("mp_silu", 2 * 2 * P * C), product(C, OUT, 9, N * OUT + P * OUT), product(OUT, C, 9, P * C)]
+    assert backward == [*second_backward(C, []), *weight_gradient(C, OUT, 9), product(OUT, C, 9, 2 * P * C)]
+
+
+def test_residual_branch_cat():
+    """Each source's gradient through w_skip is read by the epilogue of that through w0, with the source."""
+    a, b = 8, 16
+    shapes = [(N, H, W, a), (N, H, W, b), (9, OUT, C), (N, OUT), (9, C, OUT), (1, C, a + b)]
+    assert a + b == C
+    forward, backward = both_ways(kernels.residual_branch_cat, shapes, HALF, 0.5, 0.3, 256.0, 256.0)
+    cat = "cat_silu", 2 * 2 * P * C
+    assert forward == [cat, product(C, OUT, 9, N * OUT + P * OUT), product(OUT, C, 9, (P + C) * (a + b))]
+    skip = [x for k in (a, b) for x in (*weight_gradient(k, C, 1), product(C, k, 1))]
+    ends = [product(OUT, k, 9, 2 * P * k) for k in (a, b)]
+    assert backward == [*second_backward(C, skip), *ends, *weight_gradient(C, OUT, 9)]
+
+
+def test_attention_branch():
+    """The residual's gradient is read where that of qkv's convolution is written."""
+    channels = HEADS * D
+    shapes = [(N, H, W, channels), (1, 3 * channels, channels), (1, channels, channels)]
+    forward, backward = both_ways(kernels.attention_branch, shapes, HALF, HEADS, 0.3, 256.0)
+    assert [name for name, _ in forward] == ["conv", "cosine_attention", "conv"]
+    assert forward[::2] == [product(channels, 3 * channels, 1), product(channels, channels, 1, P * channels)]
+    assert [x for x in backward if "attention" not in x[0]] == [
+        *weight_gradient(channels, channels, 1),
+        product(channels, channels, 1),
+        product(3 * channels, channels, 1, P * channels),
+        *weight_gradient(channels, 3 * channels, 1),
+    ]
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_fork(readers):
+    """The readers' gradients and x → their sum."""
+    forward, backward = both_ways(kernels.fork, [(N, H, W, C)], HALF, 256.0, readers)
+    assert (forward, backward) == ([], [("masked_gradient", 2 * (readers + 2) * P * C)])
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
