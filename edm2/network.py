@@ -125,8 +125,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, m: Tensor, skip: Tensor | None = None) -> Tensor:
         """x `[N, H, W, Cin − Cskip]`, modulation m `[N, Cout]`, skip `[N, H, W, Cskip]` → `[N, H', W', Cout]`."""
         dropout = self.dropout if self.training else 0.0
-        projects_apart = self.flavor == "dec" and skip is None and self.conv_skip is not None
-        branch = self._branch_by_parts if dropout or projects_apart else self._branch
+        filters = self.resample_mode == "up" and self.resample_filter != (1, 1)
+        projects = self.flavor == "dec" and skip is None and self.conv_skip is not None
+        branch = self._branch_by_parts if dropout or filters or projects else self._branch
         x = branch(x, m, skip, None if self.heads else self.clip_act)
         return self._attend(x) if self.heads else x
 
@@ -143,7 +144,7 @@ class Block(nn.Module):
         return ops.residual_branch_norm(main, w0, m, w1, self.res_balance, clip, self._halves)
 
     def _branch_by_parts(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
-        """The same with dropout between the branch's convolutions, and for main paths that no op takes."""
+        """The same with dropout between the branch's convolutions, and for main paths of the decoder that no op takes."""
         if self.flavor == "dec":
             (x,) = ops.fork(x, self.clip_act, 1)
         if skip is not None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import edm2
+from bench.baseline import Baseline
 from edm2.network import Block, MPFourier
 from edm2.summary import multiply_adds, parameter_count, saved_bytes
 from edm2.weights import StepWeights
@@ -313,6 +314,24 @@ def test_activations_are_clipped():
     block = net.unet.enc["8x8_block0"]
     y = block(torch.randn(1, 8, 8, 8) * 100, block.modulation(torch.randn(1, 16)))
     assert y.abs().max() == 0.5
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 1e-12}, {"resample_filter": (1, 3, 3, 1)}], ids=["plain", "by parts", "filter"])
+def test_clip_is_differentiated_once(options):
+    """By whoever reads a block's output: gradients are those of a network whose blocks clip themselves."""
+    net = tiny_net(clip_act=0.6, num_blocks=2, **options).train()
+    outputs = []
+    for block in net.unet.blocks():
+        block.register_forward_hook(lambda block, args, y: outputs.append(y.detach()))
+    generator = torch.Generator().manual_seed(1)
+    x, labels, weights = torch.randn(3, 2, 8, 8, generator=generator), torch.eye(5)[:3], torch.randn(3, 2, 8, 8, generator=generator)
+    grads = []
+    for model in (net, Baseline(net)):
+        net.zero_grad()
+        (model(x, torch.tensor([0.3, 1.0, 3.0]), labels) * weights).sum().backward()
+        grads.append({name: p.grad for name, p in net.unet.named_parameters()})
+    assert all(0.05 < (y.abs() == 0.6).float().mean() < 0.9 for y in outputs)
+    assert max(relative_error(grads[0][name], g) for name, g in grads[1].items()) < GRADIENT
 
 
 def test_dropout_only_in_training():

@@ -200,6 +200,27 @@ def test_gradient_stops_where_the_output_is_at_the_clip(dtype, clip, device):
         assert torch.equal(torch.autograd.grad(y, r, torch.ones_like(y))[0], passes), name
 
 
+@every_dtype
+@pytest.mark.parametrize("clip", [256.0, 0.75])
+def test_gradient_stops_where_what_is_read_is_at_the_clip(dtype, clip, device):
+    """And passes just below it; the second source's passes everywhere."""
+    below = clip * (1 - torch.finfo(dtype).eps)
+    x = torch.tensor([clip, -clip, below, -below, 0, clip / 2, 2 * clip, torch.nan], dtype=dtype, device=device).reshape(1, 1, 1, 8)
+    passes = torch.tensor([0, 0, 1, 1, 1, 1, 0, 0]).to(device).reshape(x.shape) != 0
+    w, m, b = x.new_zeros(9, 8, 8), x.new_zeros(1, 8), x.new_ones(x.shape)
+    calls = {
+        "fork": lambda x: sum(kernels.fork(x, clip)),
+        "residual_branch_silu": lambda x: kernels.residual_branch_silu(x, w, m, w, 0.3, clip, clip),
+        "residual_branch_cat": lambda x: kernels.residual_branch_cat(
+            x, b, x.new_zeros(9, 8, 16), m, w, torch.eye(8, 16).to(x)[None], 0.5, 0.3, clip, clip
+        ),
+    }
+    for name, call in calls.items():
+        r = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(call(r).sum(), r)
+        assert torch.equal(grad != 0, passes), name
+
+
 @every_case
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 def test_nothing_is_saved_without_gradients(case, guard):
