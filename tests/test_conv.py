@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import conv_tiles, convolve, wgrad
 from kernels.convolve import Source
 from kernels.jit import INTERPRET
+from kernels.sums import Sums
 from kernels.wgrad import weight_gradient
 from tests.conftest import relative_error
 
@@ -392,6 +393,23 @@ def test_two_runs_give_the_same_weight_gradient(memory, arch):
     """27 boxes, 6 sums of them."""
     x, g = memory.normal(3, 9, 17, 40), memory.normal(3, 9, 17, 72)
     assert torch.equal(weight_gradient(g, x, 1), weight_gradient(g, x, 1))
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_sums_that_share_launches(count, memory):
+    """Of any sizes and types, some of rows that lie apart, each in the order of its parts: more than one launch takes."""
+    sums, expected, outs = Sums(), [], []
+    for i, (rows, parts, length) in enumerate([(2, 3, 40), (1, 5, 2880), (7, 1, 8), (3, 4, 1500), (1, 2, 64)][:count]):
+        values = memory.normal(rows, parts, length).float()
+        out = memory.place((rows, length + 8 * (i % 2)), (torch.float32, torch.float16)[i // 2 % 2])[:, :length]
+        sums.add(values, out)
+        total = torch.zeros_like(values[:, 0])
+        for part in values.unbind(1):
+            total = total + part
+        expected.append(total.to(out.dtype))
+        outs.append(out)
+    sums.run()
+    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
