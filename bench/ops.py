@@ -156,7 +156,7 @@ def _call(op: str, x: Tensor, *rest: Any) -> Call | None:
         return Call("cat_silu", (shape, tuple(rest[0].shape)), rest[1:2] if op == "cat_silu" else rest[8:9], x.dtype)
     if op == "attention_branch":
         return Call("cosine_attention", ((*shape[:3], rest[0].shape[1]),), rest[4:5], x.dtype)
-    if op == "residual_branch_silu":
+    if op in ("residual_branch_silu", "residual_branch_up"):
         return Call("mp_silu", (shape,), (), x.dtype)
     return Call(op, (shape,), rest, x.dtype) if op in ("mp_silu", "cosine_attention") else None
 

@@ -37,18 +37,19 @@ class MPConv(nn.Module):
     """Weight-normalised convolution or (with `kernel=()`) linear layer without bias, Eq. 47 and 66.
 
     The raw weight `[out, in, *kernel]` is fp32. `forward` never writes to it: see `force_weight_norm_`. `heads` orders
-    the rows of a qkv weight. `prepared` is the weight as the ops want it, where `edm2.weights` has made it beforehand.
+    the rows of a qkv weight; `up`: it convolves behind an up-sampling that its op does. `prepared` is the weight as the
+    ops want it, where `edm2.weights` has made it beforehand.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: Sequence[int] = (), heads: int = 0):
+    def __init__(self, in_channels: int, out_channels: int, kernel: Sequence[int] = (), heads: int = 0, up: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(out_channels, in_channels, *kernel))
-        self.heads = heads
+        self.heads, self.up = heads, up
         self.prepared = None
 
     def prepare(self, dtype: torch.dtype, gain: Tensor | None = None) -> "Tensor | PreparedWeight":
         """The weight as the ops want it, `[taps, out, in]`: see `kernels.mp_weight`."""
-        return ops.mp_weight(self.weight, gain, dtype, self.heads) if self.prepared is None else self.prepared
+        return ops.mp_weight(self.weight, gain, dtype, self.heads, self.up) if self.prepared is None else self.prepared
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         op = ops.conv if self.weight.ndim == 4 else ops.linear
@@ -110,7 +111,8 @@ class Block(nn.Module):
         self.dropout, self.clip_act = dropout, clip_act
         self.res_balance, self.attn_balance, self.concat_balance = res_balance, attn_balance, concat_balance
         self.emb_gain = nn.Parameter(torch.zeros([]))
-        self.conv_res0 = MPConv(out_channels if flavor == "enc" else in_channels, out_channels, (3, 3))
+        doubles = flavor == "dec" and resample_mode == "up" and self.resample_filter == (1, 1) and in_channels == out_channels
+        self.conv_res0 = MPConv(out_channels if flavor == "enc" else in_channels, out_channels, (3, 3), up=doubles)
         self.emb_linear = MPConv(emb_channels, out_channels)
         self.conv_res1 = MPConv(out_channels, out_channels, (3, 3))
         self.conv_skip = MPConv(in_channels, out_channels, (1, 1)) if in_channels != out_channels else None
@@ -134,6 +136,8 @@ class Block(nn.Module):
         if skip is not None:
             w_skip = self.conv_skip.prepare(x.dtype)
             return ops.residual_branch_cat(x, skip, w0, m, w1, w_skip, self.concat_balance, self.res_balance, clip)
+        if self.conv_res0.up:
+            return ops.residual_branch_up(x, w0, m, w1, self.res_balance, clip)
         if self.flavor == "dec" and self.conv_skip is None:
             x = ops.resample(x, self.resample_filter, self.resample_mode)
             return ops.residual_branch_silu(x, w0, m, w1, self.res_balance, clip)
@@ -143,7 +147,8 @@ class Block(nn.Module):
     def _branch_with_dropout(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
         """The same with dropout between the branch's convolutions."""
         main, y = (x, ops.cat_silu(x, skip, self.concat_balance)) if skip is not None else self._enter(x)
-        y = F.dropout(ops.conv_silu(y, self.conv_res0.prepare(y.dtype), m), self.dropout)
+        conv_silu = ops.conv_silu_up if self.conv_res0.up else ops.conv_silu
+        y = F.dropout(conv_silu(y, self.conv_res0.prepare(y.dtype), m), self.dropout)
         w = self.conv_res1.prepare(y.dtype)
         if skip is None:
             return ops.conv_sum(y, w, main, self.res_balance, clip)
@@ -153,7 +158,9 @@ class Block(nn.Module):
     def _enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The main path, resampled and projected, and the activated input of the residual branch."""
         if self.flavor == "dec":
-            x = ops.resample(x, self.resample_filter, self.resample_mode)
+            low, x = x, ops.resample(x, self.resample_filter, self.resample_mode)
+            if self.conv_res0.up:
+                return x, ops.mp_silu(low)
             return x if self.conv_skip is None else self.conv_skip(x), ops.mp_silu(x)
         if self.conv_skip is None and self.resample_mode == "down" and self.resample_filter == (1, 1):
             return ops.down_pixel_norm_silu(x)

@@ -17,10 +17,12 @@ if find_spec("triton"):
         conv,
         conv_cat_sum,
         conv_silu,
+        conv_silu_up,
         conv_sum,
         residual_branch,
         residual_branch_cat,
         residual_branch_silu,
+        residual_branch_up,
     )
     from kernels.linear import linear
     from kernels.pixel_norm import down_pixel_norm_silu, pixel_norm_silu
@@ -33,6 +35,7 @@ else:
         conv,
         conv_cat_sum,
         conv_silu,
+        conv_silu_up,
         conv_sum,
         cosine_attention,
         down_pixel_norm_silu,
@@ -45,6 +48,7 @@ else:
         residual_branch,
         residual_branch_cat,
         residual_branch_silu,
+        residual_branch_up,
     )
 
 __all__ = [
@@ -55,6 +59,7 @@ __all__ = [
     "conv",
     "conv_cat_sum",
     "conv_silu",
+    "conv_silu_up",
     "conv_sum",
     "cosine_attention",
     "coverage",
@@ -69,6 +74,7 @@ __all__ = [
     "residual_branch",
     "residual_branch_cat",
     "residual_branch_silu",
+    "residual_branch_up",
 ]
 OPS = [name for name in __all__ if name not in ("FallbackWarning", "clear_fallbacks", "coverage", "fallbacks")]
 

@@ -1,8 +1,8 @@
 """The meaning of every op, in plain differentiable PyTorch. Runs on any device; it is also the CPU path.
 
-Legend: N images, H×W pixels, C channels, `[taps, Cout, Cin]` prepared weight (9 taps of a 3×3 in row-major
-order, or 1), D channels per head. Equation numbers are those of Karras et al., "Analyzing and Improving the
-Training Dynamics of Diffusion Models" (arXiv 2312.02696).
+Legend: N images, H×W pixels, C channels, `[taps, Cout, Cin]` prepared weight (9 taps of a 3×3 in row-major order, 16 of
+four phases behind an up-sampling, or 1), D channels per head. Equation numbers are those of Karras et al., "Analyzing and
+Improving the Training Dynamics of Diffusion Models" (arXiv 2312.02696).
 """
 
 import math
@@ -32,21 +32,37 @@ def inverse_rms(x: Tensor, dim: int | Sequence[int], eps: float = EPS) -> Tensor
     return 1 / (norm / math.sqrt(count) + eps)
 
 
-def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0) -> Tensor:
+def mp_weight(
+    w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0, up: bool = False
+) -> Tensor:
     """Raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]` → prepared `[k·k, Cout, Cin]` in `dtype`. Eq. 66.
 
     Each row is normalised, scaled by `gain / sqrt(fan_in)` in fp32 and cast. `gain` is a learned scalar (Eq. 104)
     or None for 1. With `heads`, the rows of a qkv weight move from the checkpoint's order (head, channel, q|k|v)
-    to (head, q|k|v, channel), which `cosine_attention` expects.
+    to (head, q|k|v, channel), which `cosine_attention` expects. `up` makes a 3×3 weight `[16, Cout, Cin]`: see `up_weight`.
     """
     if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]):
         raise ValueError(f"w: expected [Cout, Cin] or [Cout, Cin, k, k], got {list(w.shape)}")
     rows = w.flatten(2) if w.ndim == 4 else w.unsqueeze(2)  # [Cout, Cin, taps]
     scale = inverse_rms(rows, dim=(1, 2)) / math.sqrt(rows.shape[1] * rows.shape[2])
-    rows = (rows * (scale if gain is None else scale * gain)).to(dtype)
+    rows = rows * (scale if gain is None else scale * gain)
     if heads:
         rows = rows.unflatten(0, (heads, len(rows) // (3 * heads), 3)).transpose(1, 2).flatten(0, 2)
-    return rows.permute(2, 0, 1)
+    rows = rows.permute(2, 0, 1)
+    return (up_weight(rows) if up else rows).to(dtype)
+
+
+def up_weight(w: Tensor) -> Tensor:
+    """A 3×3 convolution behind nearest-neighbour doubling as four 2×2 convolutions: `[9, Cout, Cin]` → `[16, Cout, Cin]`.
+
+    These are the output's (even, odd) rows × (even, odd) columns, each of 2 × 2 taps. Of an even row the three taps see
+    the row above once and then the same row twice; of an odd row the same row twice and then the one below.
+    """
+    first, middle, last = w.unflatten(0, (3, 3)).unbind(0)
+    rows = torch.stack([first, middle + last, first + middle, last])
+    first, middle, last = rows.unbind(1)
+    both = torch.stack([first, middle + last, first + middle, last], dim=1)  # [(phase, tap), (phase, tap), Cout, Cin]
+    return both.unflatten(1, (2, 2)).unflatten(0, (2, 2)).transpose(1, 2).flatten(0, 3)
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
@@ -64,9 +80,38 @@ def conv(x: Tensor, w: Tensor) -> Tensor:
     return F.conv2d(x.permute(0, 3, 1, 2), kernel, padding=1).permute(0, 2, 3, 1)
 
 
+def conv_up(x: Tensor, w: Tensor) -> Tensor:
+    """3×3 convolution of x `[N, H, W, Cin]` behind nearest-neighbour doubling, w by `up_weight` → `[N, 2H, 2W, Cout]`."""
+    _check_channels("x", x, w)
+    if x.numel() == 0:
+        return _nearest_2x2(linear(x, w[:1]))
+    phases = [F.conv2d(padded, kernel) for padded, kernel in zip(up_inputs(x), up_kernels(w))]
+    return from_phases(torch.stack(phases).permute(0, 1, 3, 4, 2))
+
+
+def up_inputs(x: Tensor) -> list[Tensor]:
+    """x `[N, H, W, C]` → for each phase `[N, C, H+1, W+1]` with zeros on the sides where its taps reach out."""
+    return [F.pad(x.permute(0, 3, 1, 2), (1 - b, b, 1 - a, a)) for a in (0, 1) for b in (0, 1)]
+
+
+def up_kernels(w: Tensor) -> tuple[Tensor, ...]:
+    """`[16, Cout, Cin]` → four times `[Cout, Cin, 2, 2]`."""
+    return w.unflatten(0, (4, 2, 2)).permute(0, 3, 4, 1, 2).unbind(0)
+
+
+def from_phases(x: Tensor) -> Tensor:
+    """`[4, N, H, W, C]` → `[N, 2H, 2W, C]`."""
+    return x.unflatten(0, (2, 2)).permute(2, 3, 0, 4, 1, 5).flatten(3, 4).flatten(1, 2)
+
+
 def conv_silu(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     """MP-SiLU of the convolution modulated per image and channel by m `[N, Cout]`."""
     return mp_silu(conv(x, w) * m[:, None, None, :])
+
+
+def conv_silu_up(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    """`conv_silu` behind nearest-neighbour doubling: see `conv_up`."""
+    return mp_silu(conv_up(x, w) * m[:, None, None, :])
 
 
 def conv_sum(x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | None = None) -> Tensor:
@@ -97,6 +142,11 @@ def residual_branch(
 def residual_branch_silu(x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None) -> Tensor:
     """`residual_branch` of MP-SiLU(x) with x: a block of the decoder without a skip."""
     return residual_branch(mp_silu(x), w0, m, w1, x, t, clip)
+
+
+def residual_branch_up(x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None) -> Tensor:
+    """`residual_branch_silu` behind nearest-neighbour doubling, w0 `[16, Cmid, C]`: a block of the decoder that up-samples."""
+    return conv_sum(conv_silu_up(mp_silu(x), w0, m), w1, _nearest_2x2(x), t, clip)
 
 
 def residual_branch_cat(
