@@ -97,7 +97,7 @@ def rehearsal_cases() -> Iterator[Case]:
     yield gemm_case(64, 64, 64, "square", needs_gpu=False)
     yield from (conv_case(way, 2, 8, 16, 8, k, 1, needs_gpu=False) for way in WAYS for k in (3, 1))
     for op, fusion in FUSIONS.items():
-        site = SMALL_SITE._replace(k=1 if "1x1" in op else 3)
+        site = SMALL_SITE._replace(k=1 if "1x1" in op else 3, up=op.endswith("_up"))
         yield from (fused_case(op, way, site, needs_gpu=False) for way in fusion.ways)
         if "forward" in fusion.ways:
             yield fused_case(op, "forward", site._replace(n=3, saves=False), needs_gpu=False)

@@ -22,6 +22,7 @@ from bench.convs import LIBRARY, by_library, conv_name, own_form, own_weight, pl
 from bench.ledger import fake_network, inputs_for
 from bench.models import compile_for, compile_name
 from bench.ops import backward_of
+from kernels import reference
 from kernels.convolve import convolve
 from kernels.eager import sum_scales
 from kernels.jit import Launch, serves
@@ -35,6 +36,7 @@ TOLERANCE = 1e-2  # relative 2-norm against eager PyTorch: both round to fp16
 class Site(NamedTuple):
     """Where something stands: images, resolution, channels, those of two sources that are joined, kernel, clip, how often.
 
+    The resolution is that of what a fusion computes; with `up` its tensor x has half of it.
     Without `saves` it is part of an evaluation, and nothing is kept for a backward.
     """
 
@@ -47,6 +49,7 @@ class Site(NamedTuple):
     clip: float | None = 256.0
     count: int = 1
     saves: bool = True
+    up: bool = False
 
     @property
     def label(self) -> str:
@@ -60,7 +63,8 @@ class Site(NamedTuple):
             depths = {"w1": self.cout, "w_skip": sum(self.sources)}
             return 1 if name == "w_skip" else self.k**2, self.cout, depths.get(name, self.cin)
         channels = {"g": self.cout, "residual": self.cout} | dict(zip("ab", self.sources))
-        return self.n, self.res, self.res, channels.get(name, self.cin)
+        res = self.res // 2 if self.up and name == "x" else self.res
+        return self.n, res, res, channels.get(name, self.cin)
 
 
 class Fusion(NamedTuple):
@@ -123,6 +127,15 @@ def _plain_branch(site: Site, main: Tensor, s: Tensor, w0: Tensor, m: Tensor, w1
     return _plain_sum(site, _plain_silu(site, s, w0, m)[0], w1, main)
 
 
+def _plain_silu_up(site: Site, x: Tensor, w: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+    return _plain_silu(site, baseline.resample(x, (1, 1), "up"), w, m)
+
+
+def _plain_branch_up(site: Site, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor) -> Tensor:
+    x = baseline.resample(x, (1, 1), "up")
+    return _plain_branch(site, baseline.mp_silu(x), w0, m, w1, x)
+
+
 def _plain_branch_cat(site: Site, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor) -> Tensor:
     x = baseline.mp_cat(a, b, CAT_T)
     return _plain_branch(site, _plain_conv(x, w_skip), baseline.mp_silu(x), w0, m, w1)
@@ -135,6 +148,9 @@ FUSIONS = {
         lambda site, x, w, m: torch.ops.edm2.conv_silu(x, w, None, m, site.saves)[: 1 + site.saves],
         _plain_silu,
         in_table=True,
+    ),
+    "conv_silu_up": Fusion(
+        "x w m", lambda site, x, w, m: torch.ops.edm2.conv_silu_up(x, w, None, m, site.saves)[: 1 + site.saves], _plain_silu_up
     ),
     "conv_sum": Fusion("x w residual", _sum, _plain_sum, in_table=True),
     "conv1x1_sum": Fusion("x w residual", lambda site, x, w, r: kernels.conv_sum(x, w, r, T, site.clip), _plain_sum),
@@ -169,6 +185,12 @@ FUSIONS = {
         "x w0 m w1",
         lambda site, x, w0, m, w1: kernels.residual_branch_silu(x, w0, m, w1, T, site.clip),
         lambda site, x, w0, m, w1: _plain_branch(site, x, baseline.mp_silu(x), w0, m, w1),
+        BOTH,
+    ),
+    "residual_branch_up": Fusion(
+        "x w0 m w1",
+        lambda site, x, w0, m, w1: kernels.residual_branch_up(x, w0, m, w1, T, site.clip),
+        _plain_branch_up,
         BOTH,
     ),
     "residual_branch_cat": Fusion(
@@ -223,6 +245,10 @@ def _fusions_of(block: Any, name: str, sources: tuple[int, ...]) -> Iterator[tup
     cout, cin = block.conv_res0.weight.shape[:2]
     site = Site(1, int(name.split(".")[1].split("x")[0]), cin, cout, clip=None if block.heads else block.clip_act)
     inner, joined = site._replace(cin=cout), site._replace(sources=sources)
+    if block.conv_res0.up:
+        site = site._replace(up=True)
+        yield from (("conv_silu_up", site), ("silu_grad", inner), ("conv_sum", inner), ("residual_branch_up", site))
+        return
     yield "conv_silu", site
     yield "silu_grad", inner
     if sources:
@@ -250,7 +276,7 @@ def fused_case(op: str, way: str, site: Site, needs_gpu: bool = True) -> Case:
 
         given = [randn(site.shape(name)) for name in names]
         values = [x / (x.shape[0] * x.shape[2]) ** 0.5 if name[0] == "w" else x for name, x in zip(names, given)]
-        own = [_own_input(*pair, differentiable) for pair in zip(names, values)]
+        own = [_own_input(name, _up(x) if site.up and name in ("w", "w0") else x, differentiable) for name, x in zip(names, values)]
         plain = [_plain_input(*pair).detach().requires_grad_(differentiable) for pair in zip(names, values)]
         compiled = compile_for(device, fusion.plain)
         runs = {"eager": (fusion.plain, plain), compile_name(device): (compiled, plain), "edm2": (fusion.own, own)}
@@ -259,7 +285,8 @@ def fused_case(op: str, way: str, site: Site, needs_gpu: bool = True) -> Case:
         candidates = {name: partial(_outputs, name == "edm2", function, site, tensors) for name, (function, tensors) in runs.items()}
         if way == "backward":
             g = randn(site.shape("residual"))
-            return {name: _backward(run, names, runs[name][1], g, name == "edm2") for name, run in candidates.items()}
+            backwards = {name: _backward(run, names, runs[name][1], g, name == "edm2") for name, run in candidates.items()}
+            return {name: _without_w0(run, names) for name, run in backwards.items()} if site.up else backwards
         if fusion.in_table and site.saves and serves(values[0]):
             candidates[LIBRARY] = by_library(candidates["edm2"])
         return candidates
@@ -282,6 +309,15 @@ def parts(way: str, site: Site, branch: bool) -> list[str]:
     within += [(site.cout, site.cout, site.k)] if branch else []
     within += [(sum(site.sources), site.cout, 1)] if site.sources else []
     return [conv_name(each, site.n, site.res, *conv) for conv in within for each in ways]
+
+
+def _up(w: Tensor) -> Tensor:
+    return reference.up_weight(w.float()).to(w.dtype)
+
+
+def _without_w0(run: Callable[[], list[Tensor]], names: list[str]) -> Callable[[], list[Tensor]]:
+    """The gradient of sums of taps compares with none."""
+    return lambda: [dx for name, dx in zip(names, run()) if name != "w0"]
 
 
 def _own_input(name: str, x: Tensor, differentiable: bool) -> Tensor | PreparedWeight:

@@ -154,7 +154,7 @@ def _call(op: str, x: Tensor, *rest: Any) -> Call | None:
         return Call("down_" * rest[7] + "pixel_norm_silu", (shape,), (), x.dtype)
     if op == "residual_branch_cat":
         return Call("cat_silu", (shape, tuple(rest[0].shape)), rest[8:9], x.dtype)
-    if op == "residual_branch_silu":
+    if op in ("residual_branch_silu", "residual_branch_up"):
         return Call("mp_silu", (shape,), (), x.dtype)
     if op == "attention_branch":
         return Call("cosine_attention", ((*shape[:3], rest[0].shape[1]),), rest[4:5], x.dtype)

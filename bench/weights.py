@@ -16,6 +16,7 @@ from bench.models import compile_for, compile_name, make_network
 from edm2.network import MPConv
 from edm2.weights import StepWeights
 from kernels import reference
+from kernels.eager import up_weight_backward
 from kernels.jit import Launch
 from kernels.tracing import OnGPU
 from kernels.weight import PreparedWeight
@@ -40,11 +41,11 @@ def weights_case(preset: str, backward: bool, needs_gpu: bool = True) -> Case:
             return [plain.weight(module, 1 if gain is None else gain, dtype) for module, gain, dtype in layers]
 
         def exact() -> list[Tensor]:
-            return [reference.mp_weight(module.weight, gain, torch.float32, module.heads) for module, gain, _ in layers]
+            return [reference.mp_weight(module.weight, gain, torch.float32, module.heads, module.up) for module, gain, _ in layers]
 
         compiled = compile_for(device, prepare)
         if not backward:
-            own = torch.no_grad()(lambda: [_split_heads(w, layer.module.heads) for w, layer in zip(exact(), layers)])
+            own = torch.no_grad()(lambda: [_comparable(w, layer.module) for w, layer in zip(exact(), layers)])
             functions = {"eager": prepare, compile_name(device): compiled}
             return {REFERENCE: own, **{name: _plain_forward(f, layers) for name, f in functions.items()}, "edm2": _forward(net)}
         # A part along the weight, which the projection takes out, keeps the gains' gradients away from 0.
@@ -78,7 +79,7 @@ def _forward(net: edm2.Precond) -> Callable[[], list[Tensor]]:
     def run() -> list[Tensor]:
         with weights.prepared():
             values = [value for value, _ in _prepared(net)]
-        return [_split_heads(value, layer.module.heads) for value, layer in zip(values, layers)]
+        return [_comparable(value, layer.module) for value, layer in zip(values, layers)]
 
     return run
 
@@ -116,7 +117,7 @@ def _give_gradients(net: edm2.Precond, gradients: list[Tensor]) -> None:
 def _plain_forward(function: Callable[[], list[Tensor]], layers: list[Layer]) -> Callable[[], list[Tensor]]:
     def run() -> list[Tensor]:
         with torch.no_grad():
-            return [_as_prepared(w, layer.module.heads) for w, layer in zip(function(), layers)]
+            return [_as_prepared(w, layer.module) for w, layer in zip(function(), layers)]
 
     return run
 
@@ -136,15 +137,19 @@ def _plain_backward(
     return run
 
 
-def _split_heads(w: Tensor, heads: int) -> Tensor:
-    """A view of a prepared weight `[taps, Cout, Cin]`, of qkv `[taps, heads, 3, D, Cin]`."""
-    return w.unflatten(1, (heads, 3, -1)) if heads else w
+def _comparable(w: Tensor, module: MPConv) -> Tensor:
+    """A view of a prepared weight `[taps, Cout, Cin]`, of qkv `[taps, heads, 3, D, Cin]`; of sums of taps those of the corners."""
+    if module.up:
+        return w[::5].unflatten(0, (2, 2))
+    return w.unflatten(1, (module.heads, 3, -1)) if module.heads else w
 
 
-def _as_prepared(w: Tensor, heads: int) -> Tensor:
+def _as_prepared(w: Tensor, module: MPConv) -> Tensor:
     """The same view of a plain weight `[Cout, Cin, k, k]` or `[Cout, Cin]`."""
     w = w.flatten(2).permute(2, 0, 1) if w.ndim == 4 else w[None]
-    return w.unflatten(1, (heads, -1, 3)).transpose(2, 3) if heads else w
+    if module.up:
+        return w.unflatten(0, (3, 3))[::2, ::2]
+    return w.unflatten(1, (module.heads, -1, 3)).transpose(2, 3) if module.heads else w
 
 
 def _as_plain(gradients: list[Tensor], layers: list[Layer], plain: Baseline) -> list[Tensor]:
@@ -153,6 +158,8 @@ def _as_plain(gradients: list[Tensor], layers: list[Layer], plain: Baseline) -> 
     for g, (module, _, dtype) in zip(gradients, layers):
         if module.heads:
             g = g.unflatten(1, (module.heads, 3, -1)).transpose(2, 3).flatten(1, 3)
+        if module.up:
+            g = up_weight_backward(g)
         g = g.permute(1, 2, 0).reshape(module.weight.shape).to(dtype)
         found.append(g.contiguous(memory_format=plain.format) if g.ndim == 4 else g.contiguous())
     return found

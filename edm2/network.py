@@ -37,18 +37,19 @@ class MPConv(nn.Module):
     """Weight-normalised convolution or (with `kernel=()`) linear layer without bias, Eq. 47 and 66.
 
     The raw weight `[out, in, *kernel]` is fp32. `forward` never writes to it: see `force_weight_norm_`. `heads` orders
-    the rows of a qkv weight. `prepared` is the weight as the ops want it, where `edm2.weights` has made it beforehand.
+    the rows of a qkv weight; `up`: it convolves behind an up-sampling that its op does. `prepared` is the weight as the
+    ops want it, where `edm2.weights` has made it beforehand.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: Sequence[int] = (), heads: int = 0):
+    def __init__(self, in_channels: int, out_channels: int, kernel: Sequence[int] = (), heads: int = 0, up: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(out_channels, in_channels, *kernel))
-        self.heads = heads
+        self.heads, self.up = heads, up
         self.prepared = None
 
     def prepare(self, dtype: torch.dtype, gain: Tensor | None = None) -> "Tensor | PreparedWeight":
         """The weight as the ops want it, `[taps, out, in]`: see `kernels.mp_weight`."""
-        return ops.mp_weight(self.weight, gain, dtype, self.heads) if self.prepared is None else self.prepared
+        return ops.mp_weight(self.weight, gain, dtype, self.heads, self.up) if self.prepared is None else self.prepared
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         op = ops.conv if self.weight.ndim == 4 else ops.linear
@@ -111,7 +112,8 @@ class Block(nn.Module):
         self.dropout, self.clip_act = dropout, clip_act
         self.res_balance, self.attn_balance, self.concat_balance = res_balance, attn_balance, concat_balance
         self.emb_gain = nn.Parameter(torch.zeros([]))
-        self.conv_res0 = MPConv(out_channels if flavor == "enc" else in_channels, out_channels, (3, 3))
+        doubles = flavor == "dec" and resample_mode == "up" and self.resample_filter == (1, 1) and in_channels == out_channels
+        self.conv_res0 = MPConv(out_channels if flavor == "enc" else in_channels, out_channels, (3, 3), up=doubles)
         self.emb_linear = MPConv(emb_channels, out_channels)
         self.conv_res1 = MPConv(out_channels, out_channels, (3, 3))
         self.conv_skip = MPConv(in_channels, out_channels, (1, 1)) if in_channels != out_channels else None
@@ -137,6 +139,8 @@ class Block(nn.Module):
         balances = self.concat_balance, self.res_balance
         if skip is not None:
             return ops.residual_branch_cat(x, skip, w0, m, w1, self.conv_skip.prepare(x.dtype), *balances, clip, self.clip_act)
+        if self.conv_res0.up:
+            return ops.residual_branch_up(x, w0, m, w1, self.res_balance, clip, self.clip_act)
         if self.flavor == "dec":
             x = ops.resample(x, self.resample_filter, self.resample_mode)
             return ops.residual_branch_silu(x, w0, m, w1, self.res_balance, clip, self.clip_act)
@@ -150,11 +154,11 @@ class Block(nn.Module):
         if skip is not None:
             main, y = x, ops.cat_silu(x, skip, self.concat_balance)
         elif self.flavor == "dec":
-            x = ops.resample(x, self.resample_filter, self.resample_mode)
-            main, y = x if self.conv_skip is None else self.conv_skip(x), ops.mp_silu(x)
+            low, x = x, ops.resample(x, self.resample_filter, self.resample_mode)
+            main, y = x if self.conv_skip is None else self.conv_skip(x), ops.mp_silu(low if self.conv_res0.up else x)
         else:
             main, y = ops.down_pixel_norm_silu(x) if self._halves else ops.pixel_norm_silu(self._main_path(x))
-        y = ops.conv_silu(y, self.conv_res0.prepare(y.dtype), m)
+        y = (ops.conv_silu_up if self.conv_res0.up else ops.conv_silu)(y, self.conv_res0.prepare(y.dtype), m)
         y = F.dropout(y, self.dropout, self.training)
         w = self.conv_res1.prepare(y.dtype)
         if skip is None:

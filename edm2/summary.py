@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from edm2.loss import denoising_loss
-from edm2.network import Precond
+from edm2.network import MPConv, Precond
 
 BYTES_PER_PARAMETER = 4 * 4  # fp32 weight, gradient, two Adam moments
 
@@ -20,9 +20,15 @@ def parameter_count(make_net: Callable[[], Precond]) -> int:
 
 
 def multiply_adds(make_net: Callable[[], Precond]) -> int:
-    """Multiply-adds of convolutions, linear layers and attention for one image (what papers often call FLOPs)."""
+    """Multiply-adds of convolutions, linear layers and attention for one image (what papers often call FLOPs).
+
+    By their definition: a convolution behind an up-sampling counts 9 taps for each pixel, of which its op computes 4.
+    """
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         net = make_net()
+        for module in net.modules():
+            if isinstance(module, MPConv):
+                module.up = False
         net(_image(net, 1), torch.ones(1))
     return counter.get_total_flops() // 2
 

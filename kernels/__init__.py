@@ -17,10 +17,12 @@ if find_spec("triton"):
         conv,
         conv_cat_sum,
         conv_silu,
+        conv_silu_up,
         conv_sum,
         residual_branch_cat,
         residual_branch_norm,
         residual_branch_silu,
+        residual_branch_up,
     )
     from kernels.fork import fork
     from kernels.linear import linear
@@ -34,6 +36,7 @@ else:
         conv,
         conv_cat_sum,
         conv_silu,
+        conv_silu_up,
         conv_sum,
         cosine_attention,
         down_pixel_norm_silu,
@@ -47,6 +50,7 @@ else:
         residual_branch_cat,
         residual_branch_norm,
         residual_branch_silu,
+        residual_branch_up,
     )
 
 __all__ = [
@@ -57,6 +61,7 @@ __all__ = [
     "conv",
     "conv_cat_sum",
     "conv_silu",
+    "conv_silu_up",
     "conv_sum",
     "cosine_attention",
     "coverage",
@@ -72,6 +77,7 @@ __all__ = [
     "residual_branch_cat",
     "residual_branch_norm",
     "residual_branch_silu",
+    "residual_branch_up",
 ]
 OPS = [name for name in __all__ if name not in ("FallbackWarning", "clear_fallbacks", "coverage", "fallbacks")]
 

@@ -3,6 +3,9 @@
 The meaning of each op is in `kernels.reference`, the kernels in `kernels.implicit_gemm` and `kernels.wgrad`.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -24,6 +27,17 @@ def conv_silu(x: Tensor, w: Weight, m: Tensor) -> Tensor:
     w, master = _check(x, w)
     _check_modulation(m, x, w)
     return _conv_silu(x, w, master, m, _saves(x, w, master, m))[0]
+
+
+def conv_silu_up(x: Tensor, w: Weight, m: Tensor) -> Tensor:
+    """`conv_silu` behind nearest-neighbour doubling: x `[N, H, W, Cin]`, w `[16, Cout, Cin]` → `[N, 2H, 2W, Cout]`.
+
+    As four convolutions of x with 2×2 taps each, one for every second pixel of every second row: w is
+    `mp_weight(…, up=True)`, whose taps are sums of those of the 3×3.
+    """
+    w, master = _check(x, w, "w", (16,))
+    _check_modulation(m, x, w)
+    return _conv_silu_up(x, w, master, m, _saves(x, w, master, m))[0]
 
 
 def conv_sum(x: Tensor, w: Weight, residual: Tensor, t: float, clip: float | None = None) -> Tensor:
@@ -71,6 +85,16 @@ def residual_branch_silu(
     return _residual_branch_silu(x, w0, master0, m, w1, master1, t, clip, clip_x, saves)[0]
 
 
+def residual_branch_up(
+    x: Tensor, w0: Weight, m: Tensor, w1: Weight, t: float, clip: float | None = None, clip_x: float | None = None
+) -> Tensor:
+    """`residual_branch_silu` behind nearest-neighbour doubling of x `[N, H, W, C]`, without a doubled x: see `conv_silu_up`."""
+    (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1, (16,))
+    check_shape("w1", w1, (w1.shape[0], x.shape[3], w0.shape[1]))
+    saves = _saves(x, w0, master0, m, w1, master1)
+    return _residual_branch_up(x, w0, master0, m, w1, master1, t, clip, clip_x, saves)[0]
+
+
 def residual_branch_cat(
     a: Tensor, b: Tensor, w0: Weight, m: Tensor, w1: Weight, w_skip: Weight, cat_t: float, t: float,
     clip: float | None = None, clip_a: float | None = None,
@@ -105,10 +129,10 @@ def _saves(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
 
 
-def _check(x: Tensor, w: Weight, name: str = "w") -> tuple[Tensor, Tensor | None]:
+def _check(x: Tensor, w: Weight, name: str = "w", taps: tuple[int, ...] = (1, 9)) -> tuple[Tensor, Tensor | None]:
     w, master = unpack(w)
     check_activation("x", x)
-    check_weight(name, w, "x", x)
+    check_weight(name, w, "x", x, taps)
     return w, master
 
 
@@ -134,8 +158,10 @@ def _check_sources(a: Tensor, b: Tensor, w_skip: Weight, x: Tensor, w: Tensor) -
     return w_skip, master
 
 
-def _check_branch(x: Tensor, w0: Weight, m: Tensor, w1: Weight) -> tuple[tuple[Tensor, Tensor | None], ...]:
-    w0, master0 = _check(x, w0, "w0")
+def _check_branch(
+    x: Tensor, w0: Weight, m: Tensor, w1: Weight, taps: tuple[int, ...] = (1, 9)
+) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    w0, master0 = _check(x, w0, "w0", taps)
     _check_modulation(m, x, w0)
     w1, master1 = unpack(w1)
     check_weight("w1", w1, "w0", w0.mT)
@@ -144,6 +170,15 @@ def _check_branch(x: Tensor, w0: Weight, m: Tensor, w1: Weight) -> tuple[tuple[T
 
 def _output(x: Tensor, w: Tensor, *_: Tensor | float | None) -> Tensor:
     return x.new_empty(*x.shape[:3], w.shape[1])
+
+
+def _doubled(x: Tensor, channels: int) -> Tensor:
+    n, height, width, _ = x.shape
+    return x.new_empty(n, 2 * height, 2 * width, channels)
+
+
+def _flops_up(x: tuple[int, ...], w0: tuple[int, ...], w1: tuple[int, ...]) -> int:
+    return _flops(x, w0) + 4 * _flops(x, w1)
 
 
 def _flops(x: tuple[int, ...], *weights: tuple[int, ...]) -> int:
@@ -190,6 +225,16 @@ _conv_silu_backward = register(
     lambda g, x, w, m, u: (torch.empty_like(x), _grad(w), *_like(m)),
     conv_triton.conv_silu_backward, lambda g, x, w, *_: 2 * _flops(x, w), lambda *args: _refuses(args, 2),
 )  # fmt: skip
+_conv_silu_up = register(
+    "conv_silu_up", eager.conv_silu_up,
+    lambda x, w, master, m, saves: (_doubled(x, w.shape[1]), _doubled(x, w.shape[1]) if saves else x.new_empty(0)),
+    conv_triton.conv_silu_up, lambda x, w, *_: _flops(x, w), lambda *args: _refuses(args, 1),
+)  # fmt: skip
+_conv_silu_up_backward = register(
+    "conv_silu_up_backward", eager.conv_silu_up_backward,
+    lambda g, x, w, m, u: (torch.empty_like(x), _grad(w), *_like(m)),
+    conv_triton.conv_silu_up_backward, lambda g, x, w, *_: 2 * _flops(x, w), lambda *args: _refuses(args, 2),
+)  # fmt: skip
 _conv_sum = register(
     "conv_sum", eager.conv_sum, _output, conv_triton.conv_sum,
     lambda x, w, *_: _flops(x, w), lambda *args: _refuses(args, 1),
@@ -235,6 +280,19 @@ _residual_branch_silu_backward = register(
     "residual_branch_silu_backward", eager.residual_branch_silu_backward,
     lambda g, x, w0, m, w1, *_: (torch.empty_like(x), _grad(w0), *_like(m), _grad(w1)),
     conv_triton.residual_branch_silu_backward, lambda g, x, w0, m, w1, *_: 2 * _flops(x, w0, w1),
+    lambda *args: _refuses(args, 2, 4),
+)  # fmt: skip
+_residual_branch_up = register(
+    "residual_branch_up", eager.residual_branch_up,
+    lambda x, w0, master0, m, w1, *rest: (
+        _doubled(x, x.shape[3]), *eager.saved(rest[-1], *_like(x), *[_doubled(x, w0.shape[1]) for _ in range(2)]),
+    ),
+    conv_triton.residual_branch_up, lambda x, w0, master0, m, w1, *_: _flops_up(x, w0, w1), lambda *args: _refuses(args, 1, 4),
+)  # fmt: skip
+_residual_branch_up_backward = register(
+    "residual_branch_up_backward", eager.residual_branch_up_backward,
+    lambda g, x, w0, m, w1, *_: (torch.empty_like(x), _grad(w0), *_like(m), _grad(w1)),
+    conv_triton.residual_branch_up_backward, lambda g, x, w0, m, w1, *_: 2 * _flops_up(x, w0, w1),
     lambda *args: _refuses(args, 2, 4),
 )  # fmt: skip
 _residual_branch_cat = register(
@@ -314,10 +372,10 @@ def _save_conv_silu(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tenso
     ctx.save_for_backward(x, w, m, output[1])
 
 
-def _conv_silu_autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _conv_silu_autograd(backward: Any, ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if g is None:
         return None, None, None, None
-    dx, dw, dm = _conv_silu_backward(g.contiguous(), *ctx.saved_tensors)
+    dx, dw, dm = backward(g.contiguous(), *ctx.saved_tensors)
     return dx, *split_gradient(dw, ctx.master), dm, None
 
 
@@ -357,8 +415,8 @@ def _save_residual_branch_silu(ctx: FunctionCtx, inputs: tuple, output: tuple[Te
     ctx.save_for_backward(x, w0, m, w1, *output[1:])
 
 
-def _residual_branch_silu_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    dx, dw0, dm, dw1 = _residual_branch_silu_backward(g.contiguous(), *ctx.saved_tensors, ctx.t, ctx.clip_x)
+def _branch_autograd(backward: Any, ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    dx, dw0, dm, dw1 = backward(g.contiguous(), *ctx.saved_tensors, ctx.t, ctx.clip_x)
     return dx, *split_gradient(dw0, ctx.master0), dm, *split_gradient(dw1, ctx.master1), None, None, None, None
 
 
@@ -386,10 +444,12 @@ def _attention_branch_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[T
 
 
 register_derivative(_conv, _save_conv, _conv_autograd)
-register_derivative(_conv_silu, _save_conv_silu, _conv_silu_autograd)
+register_derivative(_conv_silu, _save_conv_silu, partial(_conv_silu_autograd, _conv_silu_backward))
+register_derivative(_conv_silu_up, _save_conv_silu, partial(_conv_silu_autograd, _conv_silu_up_backward))
 register_derivative(_conv_sum, _save_conv_sum, _conv_sum_autograd)
 register_derivative(_conv_cat_sum, _save_conv_cat_sum, _conv_cat_sum_autograd)
 register_derivative(_residual_branch_norm, _save_residual_branch_norm, _residual_branch_norm_autograd)
 register_derivative(_residual_branch_cat, _save_residual_branch_cat, _residual_branch_cat_autograd)
 register_derivative(_attention_branch, _save_attention_branch, _attention_branch_autograd)
-register_derivative(_residual_branch_silu, _save_residual_branch_silu, _residual_branch_silu_autograd)
+register_derivative(_residual_branch_silu, _save_residual_branch_silu, partial(_branch_autograd, _residual_branch_silu_backward))
+register_derivative(_residual_branch_up, _save_residual_branch_silu, partial(_branch_autograd, _residual_branch_up_backward))

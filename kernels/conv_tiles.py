@@ -24,9 +24,9 @@ class ConvTile:
     stages: int
     boxes: bool = True  # through tensor descriptors
 
-    def box(self, height: int, width: int) -> tuple[int, int, int]:
-        """Images, rows and columns of a program's pixels. They divide into quarters of whole rows."""
-        bw = min(16, triton.next_power_of_2(width))
+    def box(self, height: int, width: int, whole: bool = False) -> tuple[int, int, int]:
+        """Images, rows and columns of a program's pixels. They divide into quarters of whole rows; if `whole`, columns divide the width."""
+        bw = min(16, max(1, width & -width) if whole else triton.next_power_of_2(width))
         bh = min(self.pixels // bw, triton.next_power_of_2(height))
         return self.pixels // (bw * bh), bh, bw
 
@@ -106,10 +106,12 @@ def library(itemsize: int) -> bool:
     return itemsize == 4
 
 
-def conv(capability: int, pixels: int, channels: int) -> ConvTile:
-    """For `channels` at `pixels`."""
+def conv(capability: int, pixels: int, channels: int, five_loads: bool = False) -> ConvTile:
+    """For `channels` at `pixels`. With `five_loads` in its epilogue, 256 pixels spill 200 bytes on Blackwell (none on Hopper)."""
     tiles = min(CONV[kind(capability)], key=lambda tiles: _cost(channels, sum(tiles[0].channels), tiles[0].pixels))
     blocks = -(-channels // sum(tiles[0].channels))
+    if five_loads and capability >= 100:
+        tiles = [x for x in tiles if x.pixels <= 128]
     return next((x for x in tiles if blocks * (pixels // x.pixels) > 0.9 * MULTIPROCESSORS), tiles[-1])
 
 

@@ -68,6 +68,17 @@ def conv_silu_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) ->
 
 
 @by_table
+def conv_silu_up(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
+    return conv_silu(x, w, master, m, saves)
+
+
+@by_table
+def conv_silu_up_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    du, dm = modulated_silu_backward(g, u, m.contiguous())
+    return convolve(du, _dense(w), transposed=True)[0], weight_gradient(du, _dense(x), w.shape[0]), dm
+
+
+@by_table
 def conv_sum(x: Tensor, w: Tensor, master: Tensor | None, residual: Tensor, t: float, clip: float | None) -> Tensor:
     return _sum(x, w, residual, t, clip)
 
@@ -149,6 +160,21 @@ def residual_branch_silu_backward(
     dw0 = weight_gradient(du, s, w0.shape[0])
     main = dict(aux=g, scale_aux=scale, act=_dense(x), clip=clip_x)
     return convolve(du, _dense(w0), "residual_silu_grad", transposed=True, **main, training=True)[0], dw0, dm, dw1
+
+
+@by_table
+def residual_branch_up(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, clip_x: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return residual_branch_silu(x, w0, master0, m, w1, master1, t, clip, clip_x, saves)  # by w0 and the sizes, convolutions up-sample
+
+
+@by_table
+def residual_branch_up_backward(
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return residual_branch_silu_backward(g, x, w0, m, w1, s, v, u, t, clip_x)
 
 
 @by_table

@@ -12,8 +12,9 @@ from kernels.conv_tiles import ConvTile
 from kernels.implicit_gemm import conv_kernel
 from kernels.jit import capability, descriptor, launch
 from kernels.sums import Sums, sum_parts
+from kernels.wgrad import by_rows
 
-EPILOGUE_STAGES = 3  # a quarter's loads run two ahead
+EPILOGUE_STAGES = 3  # a quarter's loads run two ahead; where they are five, one: else they take more memory than the main loop
 
 
 class Source(NamedTuple):
@@ -47,21 +48,31 @@ def convolve(
     x `[N, H, W, K]`, w `[9 or 1, C, K]` (for the input gradient `transposed`, `[9 or 1, K, C]`), m `[N, C]`, aux
     and act `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added before the scale. In training the library
     may convolve, where the table of tiles says so. dm is there at once, or when the sums of `later` have run.
+
+    With a w of 16 taps (see `reference.up_weight`), y and extra are `[N, 2H, 2W, C]`; if transposed x and aux are, and y is not.
+    An aux `[N, H/2, W/2, C]` is up-sampled.
     """
     (n, height, width, depth), channels = x.shape, w.shape[2 if transposed else 1]
-    tile = tile or conv_tiles.conv(capability(x), n * height * width, channels)
+    up = None if aux is None or aux.shape[:3] == x.shape[:3] else "residual"
+    if w.shape[0] == 16:
+        up = "gradient" if transposed else "output"
+    if up == "gradient":
+        height, width = height // 2, width // 2
+    double = 2 if up == "output" else 1
+    tile = tile or conv_tiles.conv(capability(x), n * height * width * double**2, channels, five_loads=up == "gradient")
     op = "input gradient" if transposed else "forward"
-    by_library = training and not sources and conv_tiles.by_library(capability(x), op, w.shape[0], height, width, depth, channels)
-    bi, bh, bw = tile.box(height, width)
+    taken = training and not sources and w.shape[0] != 16
+    by_library = taken and conv_tiles.by_library(capability(x), op, w.shape[0], height, width, depth, channels)
+    bi, bh, bw = tile.box(height, width, whole=up == "output")
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
 
-    y = x.new_empty(n, height, width, channels)
+    y = x.new_empty(n, height * double, width * double, channels)
     extra = torch.empty_like(y) if with_extra else None
     sums = None
     if epilogue == "silu_grad":
         sums = m.new_empty(n, max(4 // bi, 1) * tiles_image, channels, dtype=torch.float32)
     sizes = (n, height, width, 0 if m is None else m.stride(0), scale, scale_aux, scale_act)
-    constants = dict(C=channels, EPILOGUE=epilogue, CLIP=clip, BI=bi, BH=bh, BW=bw)
+    constants = dict(C=channels, EPILOGUE=epilogue, CLIP=clip, UP=up, BI=bi, BH=bh, BW=bw)
     tiles = triton.cdiv(n, bi) * tiles_image
     if by_library:
         u, block = library.convolution(x, w, transposed), tile.channels[0]
@@ -70,7 +81,7 @@ def convolve(
             **constants, BN=block, num_warps=tile.warps,
         )  # fmt: skip
     else:
-        _launch_kernel(x, w, transposed, sources, (y, extra, aux, act, m, sums), sizes, constants, tile, tiles)
+        _launch_kernel(x, w, transposed, sources, (y, extra, aux, act, m, sums), sizes, constants, tile, tiles * double**2)
     if sums is None:
         return y, extra
     dm = m.new_empty(m.shape)
@@ -83,22 +94,22 @@ def _launch_kernel(
     sizes: tuple[float, ...], constants: dict[str, Any], tile: ConvTile, tiles: int,
 ) -> None:  # fmt: skip
     """The implicit GEMM, on `tiles` of pixels."""
-    (n, height, width, depth), channels = x.shape, constants["C"]
+    (n, height, width, *_), channels, up = sizes, constants["C"], constants["UP"]
     y, extra, aux, act, m, sums = outputs
     a, b = (*sources, None, None)[:2]
     views = _Views(tile, (constants["BI"], constants["BH"], constants["BW"]))
     launch(
         conv_kernel, (tiles * triton.cdiv(channels, sum(tile.channels)),),
-        views.input(x), *views.weight(w, transposed),
+        views.input(x, up == "gradient"), *views.weight(w, transposed),
         *(views.input(a.x), *views.weight(a.w)) if a else (None,) * 3,
         *(views.input(b.x), *views.weight(b.w)) if b else (None,) * 3,
-        *views.output(y), *views.output(extra), *views.output(aux), *views.output(act), m, sums,
+        *views.output(y, up == "output"), *views.output(extra, up == "output"), *views.aux(aux, up), *views.output(act), m, sums,
         *sizes, **constants,
-        K=depth, KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, TAPS=w.shape[0],
+        K=x.shape[3], KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, TAPS=4 if up == "output" else w.shape[0],
         TRANSPOSED=transposed, STRIDE_W=views.stride(w), STRIDE_WA=views.stride(a.w) if a else 0,
         BN0=tile.channels[0], BN1=tile.channels[1], BLOCK_K=tile.block_k,
-        BOXES=tile.boxes, STAGES=EPILOGUE_STAGES, num_warps=tile.warps, num_stages=tile.stages,
-        flops=2 * n * height * width * channels * (w.shape[0] * depth + sum(source.x.shape[3] for source in sources)),
+        BOXES=tile.boxes, STAGES=EPILOGUE_STAGES - (up == "gradient"), num_warps=tile.warps, num_stages=tile.stages,
+        flops=2 * n * height * width * channels * (w.shape[0] * x.shape[3] + sum(source.x.shape[3] for source in sources)),
     )  # fmt: skip
 
 
@@ -108,8 +119,11 @@ class _Views(NamedTuple):
     tile: ConvTile
     box: tuple[int, int, int]
 
-    def input(self, x: Tensor) -> Any:
-        return descriptor(x, *self.box, self.tile.block_k) if self.tile.boxes else x
+    def input(self, x: Tensor, doubled: bool = False) -> Any:
+        if not self.tile.boxes:
+            return x
+        bi, bh, bw = self.box
+        return descriptor(by_rows(x), bi, bh, 1, bw, self.tile.block_k) if doubled else descriptor(x, bi, bh, bw, self.tile.block_k)
 
     def weight(self, w: Tensor, transposed: bool = False) -> list:
         """For each accumulator, like `output`."""
@@ -120,10 +134,25 @@ class _Views(NamedTuple):
         """Of a weight's rows, where the kernel must know it."""
         return 0 if self.tile.boxes else w.stride(1)
 
-    def output(self, y: Tensor | None) -> list:
+    def output(self, y: Tensor | None, doubled: bool = False) -> list:
         """In quarters."""
+        if doubled and y is not None and self.tile.boxes:
+            n, height, width, channels = y.shape
+            y = y.view(n, height // 2, width, 2, channels)  # (row phase, column), column phase
+        return self._each(y, *((*self._quarter, *[1] * doubled, c) for c in self.tile.channels))
+
+    def aux(self, x: Tensor | None, up: str | None) -> list:
+        qi, qh, bw = self._quarter
+        if up == "residual":
+            return self._each(x, *((qi, max(qh // 2, 1), bw // 2, c) for c in self.tile.channels))
+        if up == "gradient" and x is not None and self.tile.boxes:
+            return self._each(by_rows(x), *((qi, qh, 1, bw, c) for c in self.tile.channels))
+        return self.output(x)
+
+    @property
+    def _quarter(self) -> tuple[int, int, int]:
         bi, bh, bw = self.box
-        return self._each(y, *((max(bi // 4, 1), bh // max(4 // bi, 1), bw, c) for c in self.tile.channels))
+        return max(bi // 4, 1), bh // max(4 // bi, 1), bw
 
     def _each(self, x: Tensor | None, *sizes: tuple[int, ...]) -> list:
         if x is None or not self.tile.boxes:

@@ -37,24 +37,24 @@ def project(g: Tensor, x: Tensor, square: Tensor, dims: tuple[int, ...]) -> tupl
     return torch.addcmul(g, x, slope, value=-1, out=product), dot
 
 
-def mp_weight(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
+def mp_weight(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int, up: bool) -> tuple[Tensor, Tensor]:
     """`gain · w/d` by rows with `d = ‖w‖ + ε·√fan_in` (the √fan_in of Eq. 66 cancels against that of the RMS); also ‖w‖ `[Cout]`."""
     rows, taps = w.flatten(1), w.shape[2:].numel()
     length = norm(rows, (1,))
     d = length + EPS * math.sqrt(rows.shape[1])
-    y = w.new_empty(taps, *w.shape[:2], dtype=dtype)
+    y = w.new_empty(taps, *w.shape[:2], dtype=wide(w.dtype) if up else dtype)
     out, rows = y, w.reshape(*w.shape[:2], taps).permute(2, 0, 1)
     if heads:
         parts = (heads, w.shape[0] // (3 * heads), 3)
         rows, d = (x.unflatten(-2, parts).transpose(-3, -2) for x in (rows, d))  # [taps, heads, 3, D, Cin]
         out = y.view(rows.shape)
     torch.mul(rows, 1 / d if gain is None else gain / d, out=out)
-    return y, length.squeeze(1)
+    return reference.up_weight(y).to(dtype) if up else y, length.squeeze(1)
 
 
 def mp_weight_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
     """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) and dgain = Σ ⟨w,g⟩/d (nothing without a gain)."""
-    g = g.permute(1, 2, 0)
+    g = (up_weight_backward(g) if g.shape[0] == 16 else g).permute(1, 2, 0)
     if heads:
         g = g.unflatten(0, (heads, 3, w.shape[0] // (3 * heads))).transpose(1, 2).flatten(0, 2)
     length = length.unsqueeze(1)
@@ -63,6 +63,13 @@ def mp_weight_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None
     if gain is None:
         return dw.div_(d).view_as(w), w.new_empty([0])
     return dw.mul_(gain / d).view_as(w), (dot / d).sum().reshape(gain.shape)
+
+
+def up_weight_backward(g: Tensor) -> Tensor:
+    """`[16, Cout, Cin]` → `[9, Cout, Cin]`: every tap of a 3×3 is part of one of each phase."""
+    g = g.to(wide(g.dtype)).unflatten(0, (2, 2, 2, 2))  # [row phase, column phase, row tap, column tap, Cout, Cin]
+    rows = [g[0, :, 0] + g[1, :, 0], g[0, :, 1] + g[1, :, 0], g[0, :, 1] + g[1, :, 1]]
+    return torch.stack([r[0, i] + r[1, j] for r in rows for i, j in ((0, 0), (1, 0), (1, 1))])
 
 
 def linear(x: Tensor, w: Tensor, master: Tensor | None) -> Tensor:
@@ -109,10 +116,41 @@ def conv_silu(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: boo
 
 
 def conv_silu_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    du, dm = _modulated_backward(g, u, m)
+    return *_conv_backward(du, x, w), dm
+
+
+def conv_silu_up(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
+    u = reference.conv_up(x, w).contiguous()
+    return F.silu(u * m[:, None, None], inplace=True).mul_(SILU_SCALE), u if saves else u.new_empty(0)
+
+
+def conv_silu_up_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    du, dm = _modulated_backward(g, u, m)
+    return *_conv_up_backward(du, x, w), dm
+
+
+def _modulated_backward(g: Tensor, u: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     m = m[:, None, None]
     g = aten.silu_backward(g, u * m).mul_(SILU_SCALE)
     dm = (g * u).sum((1, 2), dtype=wide(m.dtype)).to(m.dtype)
-    return *_conv_backward(g.mul_(m), x, w), dm
+    return g.mul_(m), dm
+
+
+def _conv_up_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    if x.numel() == 0:
+        return torch.empty_like(x), w.new_zeros(w.shape, dtype=wide(w.dtype))
+    phases = to_phases(g).to(wide(g.dtype))
+    taps = [reference.shift(phases[i // 4], -rows, -columns) for i, (rows, columns) in enumerate(reference.UP_OFFSETS)]
+    g = torch.stack(taps, dim=3).flatten(3).flatten(0, 2)  # [pixels, 16·Cout]
+    dw = (g.T @ x.flatten(0, 2).to(g.dtype)).view(w.shape)
+    return (g @ w.flatten(0, 1).to(g.dtype)).view(x.shape).to(x.dtype), dw
+
+
+def to_phases(x: Tensor) -> Tensor:
+    """`[N, 2H, 2W, C]` → `[4, N, H, W, C]`."""
+    n, h, w, c = x.shape
+    return x.view(n, h // 2, 2, w // 2, 2, c).permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
 
 
 def conv_sum(
@@ -210,6 +248,26 @@ def residual_branch_silu_backward(
     dv, dw1, dx = conv_sum_backward(g, v, w1, None, t, None)
     ds, dw0, dm = conv_silu_backward(dv, s, w0, m, u)
     return clip_backward(dx.add_(mp_silu_backward(ds, x)), x, clip_x), dw0, dm, dw1
+
+
+def residual_branch_up(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, clip_x: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Also s, the activated x, v and u, if it `saves` them."""
+    s = mp_silu(x)
+    v, u = conv_silu_up(s, w0, None, m, saves)
+    y = conv_sum(v, w1, None, reference.resample(x, (1, 1), "up"), t, clip)
+    return y, *saved(saves, s, v, u)
+
+
+def residual_branch_up_backward(
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of x, w0, m and w1."""
+    dv, dw1, dresidual = conv_sum_backward(g, v, w1, None, t, None)
+    ds, dw0, dm = conv_silu_up_backward(dv, s, w0, m, u)
+    return clip_backward(to_phases(dresidual).sum(0).add_(mp_silu_backward(ds, x)), x, clip_x), dw0, dm, dw1
 
 
 def residual_branch_cat(

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.jit import mp_silu, mp_silu_grad
-from kernels.pixels import load_pixels, store_pixels
+from kernels.pixels import load_pixels, load_repeated, store_pixels
 
 
 @triton.jit
@@ -15,6 +15,7 @@ def finish(
     acc, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
     C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BOXES: tl.constexpr, STAGES: tl.constexpr,
+    phase, UP: tl.constexpr,
 ):  # fmt: skip
     """From the accumulator [BN, P] to memory. With u = scale·acc, by EPILOGUE:
 
@@ -23,31 +24,34 @@ def finish(
     residual_silu_grad: y = u·MP-SiLU′(scale_act·act)·scale_act + scale_aux·aux, 0 where act was clipped.
     silu_grad: y = du and dm of the silu above for the gradient u of its result, aux being its u. dm by parts, one for
     each quarter.
+
+    UP = "output": y and extra have twice the height and width, and this is one `phase` of theirs; "gradient": aux has, and
+    is summed over 2 × 2; "residual": aux has half of them, and is repeated.
     """
     q0, q1, q2, q3 = quarters(acc, BN, BI * BH * BW)
     if aux is None:  # nothing to prefetch
         finish_quarter(
             q0, 0, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
-            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES, phase, UP,
         )  # fmt: skip
         finish_quarter(
             q1, 1, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
-            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES, phase, UP,
         )  # fmt: skip
         finish_quarter(
             q2, 2, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
-            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES, phase, UP,
         )  # fmt: skip
         finish_quarter(
             q3, 3, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
-            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES, phase, UP,
         )  # fmt: skip
     else:
         for s in tl.range(0, 4, num_stages=STAGES):
             quarter = tl.where(s < 2, tl.where(s < 1, q0, q1), tl.where(s < 3, q2, q3))
             finish_quarter(
                 quarter, s, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
-                C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES,
+                C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES, phase, UP,
             )  # fmt: skip
 
 
@@ -56,6 +60,7 @@ def finish_quarter(
     acc, s, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
     C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BOXES: tl.constexpr,
+    phase, UP: tl.constexpr,
 ):  # fmt: skip
     """Quarter s of the pixels, [BN, P/4]: whole rows of one image, or whole images."""
     PARTS: tl.constexpr = 4 // BI if BI < 4 else 1  # quarters of one image
@@ -65,11 +70,13 @@ def finish_quarter(
     image, row = n + s // PARTS * QI, h + s % PARTS * QH
     if EPILOGUE == "silu":
         if extra is not None:
-            store_pixels(extra, u, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
+            store_pixels(extra, u, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES, phase, UP == "output")
         value = mp_silu(modulated(u, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN))
     elif EPILOGUE == "sum":
         value = u
-        if aux is not None:
+        if aux is not None and UP == "residual":
+            value += load_repeated(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * scale_aux
+        elif aux is not None:
             value += load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * scale_aux
         if CLIP is not None:
             value = tl.clamp(value, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
@@ -79,7 +86,9 @@ def finish_quarter(
     elif EPILOGUE == "residual_silu_grad":
         before = load_pixels(act, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32)
         value = u * mp_silu_grad(before * scale_act) * scale_act
-        value += load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * scale_aux
+        for p in tl.static_range(4 if UP == "gradient" else 1):
+            main = load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES, p, UP == "gradient")
+            value += main.T.to(tl.float32) * scale_aux
         if CLIP is not None:
             value = tl.where(tl.abs(before) < CLIP, value, 0.0)
     else:
@@ -88,7 +97,7 @@ def finish_quarter(
         parts = PARTS * tl.cdiv(H, BH) * tl.cdiv(W, BW)
         store_sums(dm_ptr, dt * before, image, part * PARTS + s % PARTS, parts, c, N, C, QI, QH * BW, BN)
         value = modulated(dt, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN)
-    store_pixels(y, value, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
+    store_pixels(y, value, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES, phase, UP == "output")
 
 
 @triton.jit

@@ -5,7 +5,9 @@ channels of K per step. On Hopper and Blackwell, tensors are reached through 4-D
 of the image: that is all of im2col and of the padding. On others (BOXES = False) by pointers and masks.
 
 W lies as `[taps, C, K]`; the input gradient (TRANSPOSED) is the same loop over `[taps, K, C]` with the taps reversed. Two
-accumulators make exact tiles of 192 channels. `kernels.convolve` launches it.
+accumulators make exact tiles of 192 channels. Behind an up-sampling, whose result does not exist, a 3×3 is four phases of
+2×2 taps over pixels of x: one phase per program forward (UP = "output"), all for the input gradient ("gradient").
+`kernels.convolve` launches it.
 """
 
 import triton
@@ -21,31 +23,33 @@ def conv_kernel(
     N, H, W, stride_m, scale, scale_aux, scale_act,
     K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
     STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr,
-    EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
+    EPILOGUE: tl.constexpr, CLIP: tl.constexpr, UP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BLOCK_K: tl.constexpr,
     BOXES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x `[N, H, W, K]` with 9 or 1 TAPS, then sources a and b with 1, if given. See `finish` for the EPILOGUEs."""
+    """x `[N, H, W, K]` with 9 or 1 TAPS (4 or 16 of phases), then sources a and b with 1, if given. See `finish` for the EPILOGUEs."""
+    PHASES: tl.constexpr = 4 if UP == "output" else 1
+    phase, program = tl.program_id(0) % PHASES, tl.program_id(0) // PHASES
     tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
     tiles_c: tl.constexpr = (C + BN0 + BN1 - 1) // (BN0 + BN1)
-    c, tile = tl.program_id(0) % tiles_c * (BN0 + BN1), tl.program_id(0) // tiles_c
+    c, tile = program % tiles_c * (BN0 + BN1), program // tiles_c
     n, part = tile // (tiles_h * tiles_w) * BI, tile % (tiles_h * tiles_w)
     h, w = part // tiles_w * BH, part % tiles_w * BW
 
     acc0 = tl.zeros([BN0, BI * BH * BW], tl.float32)
     acc1 = tl.zeros([BN1 if BN1 > 0 else 1, BI * BH * BW], tl.float32)
     acc0, acc1 = accumulate(
-        acc0, acc1, x, w0, w1, n, h, w, c, N, H, W,
+        acc0, acc1, x, w0, w1, n, h, w, c, phase, N, H, W,
         K, C, STRIDE_W, TAPS, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
     )  # fmt: skip
     if a is not None:
         acc0, acc1 = accumulate(
-            acc0, acc1, a, wa0, wa1, n, h, w, c, N, H, W,
+            acc0, acc1, a, wa0, wa1, n, h, w, c, phase, N, H, W,
             KA, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
         )  # fmt: skip
     if b is not None:
         acc0, acc1 = accumulate(
-            acc0, acc1, b, wb0, wb1, n, h, w, c, N, H, W,
+            acc0, acc1, b, wb0, wb1, n, h, w, c, phase, N, H, W,
             KB, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
         )  # fmt: skip
     if a is None:
@@ -55,29 +59,37 @@ def conv_kernel(
     if BN1 > 0:  # the smaller accumulator first: fewer registers
         finish(
             acc1, y1, extra1, aux1, act1, m_ptr, dm_ptr, n, h, w, c + BN0, part, N, H, W, stride_m, factor, scale_aux, scale_act,
-            C, EPILOGUE, CLIP, BI, BH, BW, BN1, BOXES, STAGES,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN1, BOXES, STAGES, phase, UP,
         )  # fmt: skip
     finish(
         acc0, y0, extra0, aux0, act0, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, factor, scale_aux, scale_act,
-        C, EPILOGUE, CLIP, BI, BH, BW, BN0, BOXES, STAGES,
+        C, EPILOGUE, CLIP, BI, BH, BW, BN0, BOXES, STAGES, phase, UP,
     )  # fmt: skip
 
 
 @triton.jit
 def accumulate(
-    acc0, acc1, x, w0, w1, n, h, w, c, N, H, W,
+    acc0, acc1, x, w0, w1, n, h, w, c, phase, N, H, W,
     K: tl.constexpr, C: tl.constexpr, STRIDE_W: tl.constexpr, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BLOCK_K: tl.constexpr,
     BOXES: tl.constexpr,
 ):  # fmt: skip
-    """Add one source's products: taps one after the other, each over its channels."""
+    """Add one source's products: taps one after the other, each over its channels.
+
+    4 TAPS are those of a phase; 16 those of all, x having twice the height and width.
+    """
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     for step in range(TAPS * steps):
         tap, k = step // steps, step % steps * BLOCK_K
-        dh, dw = tap // 3 - (TAPS // 9), tap % 3 - (TAPS // 9)
-        pixels = load_pixels(x, n, h + dh, w + dw, k, N, H, W, K, BI, BH, BW, BLOCK_K, BOXES).T  # [BLOCK_K, P]
+        if TAPS == 4:
+            tap += 4 * phase
+        if TAPS == 4 or TAPS == 16:  # the row phase, the column phase, and their taps
+            dh, dw = tap // 8 + tap // 2 % 2 - 1, tap // 4 % 2 + tap % 2 - 1
+        else:
+            dh, dw = tap // 3 - (TAPS // 9), tap % 3 - (TAPS // 9)
         if TRANSPOSED:
             tap = TAPS - 1 - tap
+        pixels = load_pixels(x, n, h + dh, w + dw, k, N, H, W, K, BI, BH, BW, BLOCK_K, BOXES, tap // 4, TAPS == 16).T  # [BLOCK_K, P]
         rows = load_weight(w0, tap, c, k, C, K, STRIDE_W, TRANSPOSED, BN0, BLOCK_K, BOXES)  # [BN0, BLOCK_K]
         acc0 = tl.dot(rows, pixels, acc0, input_precision="ieee")
         if BN1 > 0:

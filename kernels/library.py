@@ -41,7 +41,7 @@ def weight_gradient(g: Tensor, x: Tensor, taps: int) -> Tensor:
 def epilogue_kernel(
     u, y, extra, aux, act, m_ptr, dm_ptr,
     N, H, W, stride_m, scale, scale_aux, scale_act,
-    C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
+    C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr, UP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """What `conv_kernel` does after its loop, from memory."""
@@ -57,5 +57,5 @@ def epilogue_kernel(
         acc = load_pixels(u, n + s // PARTS * QI, h + s % PARTS * QH, w, c, N, H, W, C, QI, QH, BW, BN, False)
         finish_quarter(
             acc.T.to(tl.float32), s, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
-            C, EPILOGUE, CLIP, BI, BH, BW, BN, False,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN, False, 0, UP,
         )  # fmt: skip

@@ -28,6 +28,7 @@ class RawWeight(NamedTuple):
     dtype: torch.dtype
     gain: Tensor | None = None
     heads: int = 0
+    up: bool = False
 
 
 class PreparedWeights:
@@ -47,9 +48,9 @@ class PreparedWeights:
             dw = next(views)
             dgain = None if raw.gain is None else next(views)
             member = Member(raw, self.weights[i], firsts[i], dw, dgain)
-            classes[raw.dtype, raw.weight[0, 0].numel(), member.is_aligned, member.is_target].append(member)
+            classes[raw.dtype, raw.weight[0, 0].numel(), raw.up, member.is_aligned, member.is_target].append(member)
             firsts[i] += len(raw.weight)
-        self._classes = [_Class(taps, aligned, members) for (_, taps, aligned, _), members in classes.items()]
+        self._classes = [_Class(taps, up, aligned, members) for (_, taps, up, aligned, _), members in classes.items()]
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -77,7 +78,7 @@ class PreparedWeights:
 
 def _empty(group: Sequence[RawWeight]) -> PreparedWeight:
     first = group[0]
-    shape = (first.weight[0, 0].numel(), sum(len(raw.weight) for raw in group), first.weight.shape[1])
+    shape = (16 if first.up else first.weight[0, 0].numel(), sum(len(raw.weight) for raw in group), first.weight.shape[1])
     value = first.weight.new_empty(shape, dtype=first.dtype, requires_grad=False)
     master = first.weight.new_zeros([1], requires_grad=False).expand(shape)
     return PreparedWeight(value, master.detach().requires_grad_())
@@ -109,8 +110,8 @@ class Member:
 
     @property
     def is_target(self) -> bool:
-        """Can the optimizer prepare it? A gain would change in the same launch."""
-        return self.raw.weight.ndim == 4 and self.is_aligned and self.raw.gain is None
+        """Can the optimizer prepare it? A gain would change in the same launch; few are behind an up-sampling."""
+        return self.raw.weight.ndim == 4 and self.is_aligned and self.raw.gain is None and not self.raw.up
 
     @property
     def place(self) -> list[int]:
@@ -135,13 +136,13 @@ class Member:
 
 
 class _Class:
-    """Weights that one launch can serve: of one type, number of taps and alignment; targets of the optimizer apart."""
+    """Weights that one launch can serve: of one type, layout and alignment; targets of the optimizer apart."""
 
-    def __init__(self, taps: int, aligned: bool, members: list[Member]):
+    def __init__(self, taps: int, up: bool, aligned: bool, members: list[Member]):
         self.members = members
         weights = [m.raw.weight for m in members]
         device, rows = weights[0].device, [len(w) for w in weights]
-        self.constants = dict(TAPS=taps, ALIGNED=aligned, BLOCK=BLOCK)
+        self.constants = dict(TAPS=taps, ALIGNED=aligned, BLOCK=BLOCK, UP=up)
         self.programs = row_programs(rows, device)
         self.lengths = torch.zeros(sum(rows), device=device)
         for m, part in zip(members, self.lengths.split(rows)):
@@ -169,7 +170,7 @@ class _Class:
 
     def _prepare_eager(self) -> None:
         for m in self.members:
-            value, m.lengths[:] = eager.mp_weight(m.raw.weight, m.raw.gain, m.raw.dtype, m.raw.heads)
+            value, m.lengths[:] = eager.mp_weight(m.raw.weight, m.raw.gain, m.raw.dtype, m.raw.heads, m.raw.up)
             m.own_rows(m.prepared.value)[:] = value
 
     def project(self) -> None:
@@ -206,25 +207,25 @@ TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 @triton.jit
 def prepare_kernel(
     programs, shapes, addresses, length_ptr,
-    TYPE: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TYPE: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes, ALIGNED)
     w_ptr, y_ptr = pointer(addresses, tensor * 3, tl.float32), pointer(addresses, tensor * 3 + 1, TYPE)
     gain = gain_of(addresses, tensor * 3 + 2)
-    length = prepare_row(w_ptr, y_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+    length = prepare_row(w_ptr, y_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
     tl.store(length_ptr + tl.program_id(0), length)
 
 
 @triton.jit
 def project_kernel(
     programs, shapes, addresses, length_ptr, share_ptr,
-    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes, ALIGNED)
     g_ptr, w_ptr = pointer(addresses, tensor * 4, tl.float32), pointer(addresses, tensor * 4 + 1, tl.float32)
     dw_ptr, gain = pointer(addresses, tensor * 4 + 2, tl.float32), gain_of(addresses, tensor * 4 + 3)
     length = tl.load(length_ptr + tl.program_id(0))
-    share = project_row(g_ptr, w_ptr, dw_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+    share = project_row(g_ptr, w_ptr, dw_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
     tl.store(share_ptr + tl.program_id(0), share)
 
 

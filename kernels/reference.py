@@ -1,8 +1,8 @@
 """The meaning of every op, in plain differentiable PyTorch. Runs on any device; it is also the CPU path.
 
-Legend: N images, H×W pixels, C channels, `[taps, Cout, Cin]` prepared weight (9 taps of a 3×3 in row-major
-order, or 1), D channels per head. Equation numbers are those of Karras et al., "Analyzing and Improving the
-Training Dynamics of Diffusion Models" (arXiv 2312.02696).
+Legend: N images, H×W pixels, C channels, `[taps, Cout, Cin]` prepared weight (9 taps of a 3×3 in row-major order, 16 of
+four phases behind an up-sampling, or 1), D channels per head. Equation numbers are those of Karras et al., "Analyzing and
+Improving the Training Dynamics of Diffusion Models" (arXiv 2312.02696).
 """
 
 import math
@@ -33,21 +33,37 @@ def inverse_rms(x: Tensor, dim: int | Sequence[int], eps: float = EPS) -> Tensor
     return 1 / (norm / math.sqrt(count) + eps)
 
 
-def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0) -> Tensor:
+def mp_weight(
+    w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0, up: bool = False
+) -> Tensor:
     """Raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]` → prepared `[k·k, Cout, Cin]` in `dtype`. Eq. 66.
 
     Each row is normalised, scaled by `gain / sqrt(fan_in)` in fp32 and cast. `gain` is a learned scalar (Eq. 104)
     or None for 1. With `heads`, the rows of a qkv weight move from the checkpoint's order (head, channel, q|k|v)
-    to (head, q|k|v, channel), which `cosine_attention` expects.
+    to (head, q|k|v, channel), which `cosine_attention` expects. `up` makes a 3×3 weight `[16, Cout, Cin]`: see `up_weight`.
     """
     if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]):
         raise ValueError(f"w: expected [Cout, Cin] or [Cout, Cin, k, k], got {list(w.shape)}")
     rows = w.flatten(2) if w.ndim == 4 else w.unsqueeze(2)  # [Cout, Cin, taps]
     scale = inverse_rms(rows, dim=(1, 2)) / math.sqrt(rows.shape[1] * rows.shape[2])
-    rows = (rows * (scale if gain is None else scale * gain)).to(dtype)
+    rows = rows * (scale if gain is None else scale * gain)
     if heads:
         rows = rows.unflatten(0, (heads, len(rows) // (3 * heads), 3)).transpose(1, 2).flatten(0, 2)
-    return rows.permute(2, 0, 1)
+    rows = rows.permute(2, 0, 1)
+    return (up_weight(rows) if up else rows).to(dtype)
+
+
+def up_weight(w: Tensor) -> Tensor:
+    """A 3×3 convolution behind nearest-neighbour doubling as four 2×2 convolutions: `[9, Cout, Cin]` → `[16, Cout, Cin]`.
+
+    These are the output's (even, odd) rows × (even, odd) columns, each of 2 × 2 taps. Of an even row the three taps see
+    the row above once and then the same row twice; of an odd row the same row twice and then the one below.
+    """
+    first, middle, last = w.unflatten(0, (3, 3)).unbind(0)
+    rows = torch.stack([first, middle + last, first + middle, last])
+    first, middle, last = rows.unbind(1)
+    both = torch.stack([first, middle + last, first + middle, last], dim=1)  # [(phase, tap), (phase, tap), Cout, Cin]
+    return both.unflatten(1, (2, 2)).unflatten(0, (2, 2)).transpose(1, 2).flatten(0, 3)
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
@@ -65,9 +81,38 @@ def conv(x: Tensor, w: Tensor) -> Tensor:
     return F.conv2d(x.permute(0, 3, 1, 2), kernel, padding=1).permute(0, 2, 3, 1)
 
 
+def conv_up(x: Tensor, w: Tensor) -> Tensor:
+    """3×3 convolution of x `[N, H, W, Cin]` behind nearest-neighbour doubling, w by `up_weight` → `[N, 2H, 2W, Cout]`.
+
+    Rounded once, like any convolution; an infinite weight meets no zeros around the image.
+    """
+    _check_channels("x", x, w)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    products = (x.to(wide) @ w.to(wide).flatten(0, 1).T).unflatten(-1, w.shape[:2]).unbind(-2)
+    if x.numel() == 0:
+        return _nearest_2x2(products[0]).to(x.dtype)
+    taps = [shift(product, *offsets) for product, offsets in zip(products, UP_OFFSETS)]
+    phases = torch.stack([sum(taps[i : i + 4]) for i in (0, 4, 8, 12)])  # [4, N, H, W, Cout]
+    return phases.unflatten(0, (2, 2)).permute(2, 3, 0, 4, 1, 5).flatten(3, 4).flatten(1, 2).to(x.dtype)
+
+
+# Rows and columns from a pixel of x to that which each of the 16 taps reads for a phase of the doubled pixel.
+UP_OFFSETS = [(a + e - 1, b + f - 1) for a in (0, 1) for b in (0, 1) for e in (0, 1) for f in (0, 1)]
+
+
+def shift(x: Tensor, rows: int, columns: int) -> Tensor:
+    """y[:, h, w] = x[:, h + rows, w + columns], 0 outside."""
+    return F.pad(x, (0, 0, -columns, columns, -rows, rows))
+
+
 def conv_silu(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     """MP-SiLU of the convolution modulated per image and channel by m `[N, Cout]`."""
     return mp_silu(conv(x, w) * m[:, None, None, :])
+
+
+def conv_silu_up(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    """`conv_silu` behind nearest-neighbour doubling: see `conv_up`."""
+    return mp_silu(conv_up(x, w) * m[:, None, None, :])
 
 
 def conv_sum(x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | None = None) -> Tensor:
@@ -105,6 +150,14 @@ def residual_branch_silu(
     """`conv_sum` of x and `conv_silu` of MP-SiLU(x), x's gradient stopped at `clip_x`: a block of the decoder without a skip."""
     x = clip_gradient(x, clip_x)
     return _clip_straight(conv_sum(conv_silu(mp_silu(x), w0, m), w1, x, t), clip)
+
+
+def residual_branch_up(
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, clip_x: float | None = None
+) -> Tensor:
+    """`residual_branch_silu` behind nearest-neighbour doubling, w0 `[16, Cmid, C]`: a block of the decoder that up-samples."""
+    x = clip_gradient(x, clip_x)
+    return _clip_straight(conv_sum(conv_silu_up(mp_silu(x), w0, m), w1, _nearest_2x2(x), t), clip)
 
 
 def residual_branch_cat(

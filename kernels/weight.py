@@ -47,7 +47,7 @@ BLOCK = 2048  # elements per iteration: with 4 warps, 16 per thread, so that man
 @triton.jit
 def prepare_row(
     w_ptr, y_ptr, gain, row, row_out, Cin, Cout,
-    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     """y = gain · w / (‖w‖ + ε·√L), Eq. 66, whose √L cancels against that of the rms. Returns ‖w‖."""
     start = row_offset(row, Cin * TAPS, ALIGNED)
@@ -57,28 +57,38 @@ def prepare_row(
         w = tl.load(w_ptr + start + offs, offs < Cin * TAPS, other=0.0)
         square += w * w
     length = tl.sqrt(tl.sum(square, axis=0))
-    lay_out_row(w_ptr, y_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+    lay_out_row(w_ptr, y_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
     return length
 
 
 @triton.jit
 def lay_out_row(
     w_ptr, y_ptr, length, gain, row, row_out, Cin, Cout,
-    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr = False,
 ):  # fmt: skip
-    """The second pass of `prepare_row`, for a row of known length ‖w‖."""
+    """The second pass of `prepare_row`, for a row of known length ‖w‖. UP: 16 taps of four phases, see `reference.up_weight`."""
     start = row_offset(row, Cin * TAPS, ALIGNED)
     scale = gain / (length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS)
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_y, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
-        w = tl.load(w_ptr + offs_w, mask, other=0.0)
-        tl.store(y_ptr + offs_y, (w * scale).to(y_ptr.dtype.element_ty), mask)
+        if UP:
+            offs_c, t = first + tl.arange(0, BLOCK // 16)[:, None], tl.arange(0, 16)[None, :]
+            a, b, e, f = t // 8, t // 4 % 2, t // 2 % 2, t % 2  # phases and taps of rows and columns
+            mask, y = offs_c + t * 0 < Cin, tl.zeros([BLOCK // 16, 16], tl.float32)
+            for i in tl.static_range(2):  # two where phase and tap differ
+                for j in tl.static_range(2):
+                    tap = (e * (1 + a) + i) * 3 + f * (1 + b) + j
+                    part = mask & (i <= (a ^ e)) & (j <= (b ^ f))
+                    y += tl.where(part, tl.load(w_ptr + start + offs_c * TAPS + tap, part, other=0.0) * scale, 0.0)
+        else:
+            y = tl.load(w_ptr + offs_w, mask, other=0.0) * scale
+        tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def project_row(
     g_ptr, w_ptr, dw_ptr, length, gain, row, row_out, Cin, Cout,
-    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) with d = ‖w‖ + ε·√L. Returns the row's share ⟨w,g⟩/d of the gain's gradient."""
     start = row_offset(row, Cin * TAPS, ALIGNED)
@@ -86,16 +96,34 @@ def project_row(
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_g, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
         w = tl.load(w_ptr + offs_w, mask, other=0.0)
-        product += w * tl.load(g_ptr + offs_g, mask, other=0.0).to(tl.float32)
+        product += w * load_taps(g_ptr, offs_g, first, row_out, Cin, Cout, mask, ALIGNED, BLOCK, UP)
     dot = tl.sum(tl.sum(product, axis=1), axis=0)
     d = length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS
     slope = dot / tl.where(length == 0, 1.0, length * d)  # ⟨w,g⟩ = 0 where w = 0
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_g, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
         w = tl.load(w_ptr + offs_w, mask, other=0.0)
-        g = tl.load(g_ptr + offs_g, mask, other=0.0).to(tl.float32)
+        g = load_taps(g_ptr, offs_g, first, row_out, Cin, Cout, mask, ALIGNED, BLOCK, UP)
         tl.store(dw_ptr + offs_w, (g - w * slope) * (gain / d), mask)
     return dot / d
+
+
+@triton.jit
+def load_taps(
+    g_ptr, offs, first, row_out, Cin, Cout, mask, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr
+):
+    """The gradient of a prepared weight at `offs`. UP: of its 16 taps, those of the four phases that a tap of the 3×3 is part of."""
+    if UP:
+        offs_c, t = first + tl.arange(0, BLOCK // 16)[:, None], tl.arange(0, 16)[None, :]
+        g = tl.zeros([BLOCK // 16, 16], tl.float32)
+        for phase in tl.static_range(4):
+            tap = 4 * phase + (t // 3 + 1 - phase // 2) // 2 * 2 + (t % 3 + 1 - phase % 2) // 2
+            rows = (tap.to(tl.int64) * Cout + row_out) * Cin
+            rows = tl.multiple_of(rows, (8, 8)) if ALIGNED else rows
+            g += tl.load(g_ptr + rows + offs_c, mask, other=0.0).to(tl.float32)
+        return g
+    else:
+        return tl.load(g_ptr + offs, mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -136,33 +164,33 @@ def qkv_row(row, Cout, heads):
 @triton.jit
 def mp_weight_kernel(
     w_ptr, gain_ptr, y_ptr, length_ptr, Cin, Cout,
-    HEADS: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     gain = 1.0 if gain_ptr is None else tl.load(gain_ptr)
     row_out = qkv_row(row, Cout, HEADS) if HEADS else row
-    tl.store(length_ptr + row, prepare_row(w_ptr, y_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK))
+    tl.store(length_ptr + row, prepare_row(w_ptr, y_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP))
 
 
-def mp_weight_triton(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
+def mp_weight_triton(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int, up: bool) -> tuple[Tensor, Tensor]:
     cout, cin = w.shape[:2]
     taps = w.shape[2:].numel()
-    y, length = w.new_empty(taps, cout, cin, dtype=dtype), w.new_empty(cout)
+    y, length = w.new_empty(16 if up else taps, cout, cin, dtype=dtype), w.new_empty(cout)
     args = (w.contiguous(), gain, y, length, cin, cout)
-    launch(mp_weight_kernel, (cout,), *args, HEADS=heads, TAPS=taps, ALIGNED=cin % 8 == 0, BLOCK=BLOCK, num_warps=4)
+    launch(mp_weight_kernel, (cout,), *args, HEADS=heads, TAPS=taps, ALIGNED=cin % 8 == 0, BLOCK=BLOCK, UP=up, num_warps=4)
     return y, length
 
 
 @triton.jit
 def mp_weight_backward_kernel(
     g_ptr, w_ptr, length_ptr, gain_ptr, dw_ptr, share_ptr, Cin, Cout,
-    HEADS: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     gain = 1.0 if gain_ptr is None else tl.load(gain_ptr)
     row_out = qkv_row(row, Cout, HEADS) if HEADS else row
     length = tl.load(length_ptr + row)
-    share = project_row(g_ptr, w_ptr, dw_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+    share = project_row(g_ptr, w_ptr, dw_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
     tl.store(share_ptr + row, share)
 
 
@@ -173,7 +201,7 @@ def mp_weight_backward_triton(
     w, shares = w.contiguous(), w.new_empty(cout)
     dw = torch.empty_like(w)
     args = (g.contiguous(), w, length, gain, dw, shares, cin, cout)
-    constants = dict(HEADS=heads, TAPS=w.shape[2:].numel(), ALIGNED=cin % 8 == 0, BLOCK=BLOCK)
+    constants = dict(HEADS=heads, TAPS=w.shape[2:].numel(), ALIGNED=cin % 8 == 0, BLOCK=BLOCK, UP=g.shape[0] == 16)
     launch(mp_weight_backward_kernel, (cout,), *args, **constants, num_warps=4)
     return dw, w.new_empty([0]) if gain is None else shares.sum().reshape(gain.shape)
 
@@ -186,8 +214,8 @@ def _refuses(*args: Tensor | int | torch.dtype | None) -> str | None:
     return None if taps in (1, 9) else f"{taps} taps, the kernel takes 1 and 9"
 
 
-def _fake(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
-    return w.new_empty(w.shape[2:].numel(), *w.shape[:2], dtype=dtype), w.new_empty(w.shape[0], dtype=eager.wide(w.dtype))
+def _fake(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int, up: bool) -> tuple[Tensor, Tensor]:
+    return w.new_empty(16 if up else w.shape[2:].numel(), *w.shape[:2], dtype=dtype), w.new_empty(w.shape[0], dtype=eager.wide(w.dtype))
 
 
 def _fake_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
@@ -201,30 +229,35 @@ _mp_weight_backward = register(
 
 
 def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    w, gain, _, ctx.heads = inputs
+    w, gain, _, ctx.heads, _ = inputs
     ctx.save_for_backward(w, output[1], gain)
 
 
-def _autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+def _autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
     if g is None:
-        return None, None, None, None
+        return None, None, None, None, None
     w, length, gain = ctx.saved_tensors
     dw, dgain = _mp_weight_backward(g, w, length, gain, ctx.heads)
-    return dw, None if gain is None else dgain, None, None
+    return dw, None if gain is None else dgain, None, None, None
 
 
 register_derivative(_mp_weight, _save, _autograd)
 
 
-def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0) -> Tensor:
+def mp_weight(
+    w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0, up: bool = False
+) -> Tensor:
     """Raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]` → prepared `[k·k, Cout, Cin]` in `dtype`. Eq. 66.
 
     Each row is normalised, scaled by `gain / sqrt(fan_in)` in fp32 and cast. `gain` is a learned scalar (Eq. 104)
     or None for 1. With `heads`, the rows of a qkv weight move from the checkpoint's order (head, channel, q|k|v)
-    to (head, q|k|v, channel), which `cosine_attention` expects.
+    to (head, q|k|v, channel), which `cosine_attention` expects. `up` makes of a 3×3 weight the sums `[16, Cout, Cin]` that
+    convolve behind an up-sampling: see `conv_silu_up`.
     """
     if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]) or 0 in w.shape[1:]:
         raise ValueError(f"w: expected [Cout, Cin] or [Cout, Cin, k, k], got {list(w.shape)}")
+    if up and w.shape[2:] != (3, 3):
+        raise ValueError(f"w: expected [Cout, Cin, 3, 3] behind an up-sampling, got {list(w.shape)}")
     check_floating("w", w.dtype)
     check_floating("dtype", dtype)
     if gain is not None:
@@ -233,4 +266,4 @@ def mp_weight(w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.
         check_like("gain", gain, "w", w)
     if heads and w.shape[0] % (3 * heads):
         raise ValueError(f"w: {w.shape[0]} rows are not a multiple of 3 × {heads} heads")
-    return _mp_weight(w, gain, dtype, heads)[0]
+    return _mp_weight(w, gain, dtype, heads, up)[0]

@@ -407,6 +407,8 @@ class TestLedger:
         assert found.launches == pytest.approx(total["launches"], rel=0.02)  # versions of PyTorch differ by a few
         assert found.bytes == pytest.approx(total["bytes"], rel=0.02)
         multiply_adds = 100.819e9 * 256 * (1 if held["phase"] == "eval" else 3)
+        if held["candidate"] == "this project":  # 4 taps in place of 9 behind up-samplings
+            multiply_adds *= 95.345 / 100.819
         assert found.flops / 2 == pytest.approx(multiply_adds, rel=5e-3)
         assert found.saved == pytest.approx(total["saved"], rel=0.02)
 

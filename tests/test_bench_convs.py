@@ -51,8 +51,9 @@ def test_sites_make_the_network():
     """All 3×3 convolutions but the first and the last are the two of some branch, and sums where they are found."""
     inner = sum(count for (*_, k), count in conv_shapes(PRESET).items() if k == 3) - 2
     counts = {op: sum(site.count for name, site in sites(PRESET) if name == op) for op in FUSIONS}
-    branches = counts["residual_branch_norm"] + counts["residual_branch_silu"] + counts["residual_branch_cat"]
-    assert 2 * branches == inner == counts["conv_silu"] + counts["conv_sum"] + counts["conv_cat_sum"]
+    branches = sum(count for name, count in counts.items() if name.startswith("residual_branch"))
+    first, second = counts["conv_silu"] + counts["conv_silu_up"], counts["conv_sum"] + counts["conv_cat_sum"]
+    assert 2 * branches == inner == first + second and counts["conv_silu_up"] == counts["residual_branch_up"] > 0
     assert counts["silu_grad"] == branches and counts["residual_silu_grad"] == counts["residual_branch_silu"]
 
 

@@ -245,10 +245,15 @@ def only_tables(extra: int, rows: int, tensors: int) -> bool:
 
 
 def test_weights_of_a_network(network):
-    """Convolutions are prepared in fp16, linear layers in fp32. raw → prepared, lengths; gradient, raw, lengths → gradient, shares."""
+    """Convolutions are prepared in fp16, linear layers in fp32. raw → prepared, lengths; gradient, raw, lengths → gradient, shares.
+
+    Of those behind an up-sampling 9 taps become 16.
+    """
     weights = [module.weight for module in network.modules() if isinstance(module, MPConv)]
     rows = sum(len(w) for w in weights)
     half, full = (sum(w.numel() for w in weights if w.ndim == n) for n in (4, 2))
+    more = sum(module.weight.numel() * 7 // 9 for module in network.modules() if isinstance(module, MPConv) and module.up)
+    assert more
     step = StepWeights(network)
 
     def prepare():
@@ -259,7 +264,7 @@ def test_weights_of_a_network(network):
 
     prepared, projected = launched(prepare), launched(step.project)
     assert {name for name, _ in prepared} == {"prepare"} and {name for name, _ in projected} == {"project", "sum_rows"}
-    expected = 4 * (half + full) + 2 * half + 4 * full + 4 * rows, 3 * 4 * (half + full) + 2 * 4 * rows
+    expected = 4 * (half + full) + 2 * (half + more) + 4 * full + 4 * rows, 3 * 4 * (half + full) + 4 * more + 2 * 4 * rows
     for launches, size in zip((prepared, projected), expected):
         assert only_tables(sum(n for name, n in launches if name != "sum_rows") - size, rows, len(weights))
 

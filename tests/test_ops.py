@@ -105,6 +105,8 @@ def test_half_precision_weights_are_prepared_in_fp32(device):
 SMALL = {
     "mp_weight": Case("mp_weight", [(6, 2, 3, 3), ()], {"heads": 1}),
     "conv_silu": Case("conv_silu", [(2, 2, 3, 2), (9, 2, 2), (2, 2)]),
+    "mp_weight up": Case("mp_weight", [(3, 2, 3, 3), ()], {"up": True}),
+    "conv_silu_up": Case("conv_silu_up", [(2, 2, 1, 2), (16, 2, 2), (2, 2)]),
     "mp_silu": Case("mp_silu", [(2, 5)]),
     "cat_silu": Case("cat_silu", [(1, 2, 2, 2), (1, 2, 2, 3)], {"t": 0.4}),
     "pixel_norm_silu": Case("pixel_norm_silu", [(1, 2, 2, 3)]),
@@ -121,6 +123,7 @@ SMALL = {
         {"cat_t": 0.4, "t": 0.3},
     ),
     "residual_branch_silu": Case("residual_branch_silu", [(1, 2, 2, 2), (9, 3, 2), (1, 3), (9, 2, 3)], {"t": 0.3}),
+    "residual_branch_up": Case("residual_branch_up", [(1, 2, 1, 2), (16, 3, 2), (1, 3), (9, 2, 3)], {"t": 0.3}),
     "attention_branch": Case(
         "attention_branch", [(1, 2, 2, 4), (1, 12, 4), (1, 4, 4)], {"heads": 2, "t": 0.3}
     ),

@@ -177,7 +177,8 @@ def test_the_same_launch_prepares_convolutions():
         steps = len(launches)
         with weights.prepared():
             pass
-    aside = net.unet.out_conv.weight, net.unet.enc["8x8_conv"].weight  # a gain; an odd number of channels
+    up = net.unet.dec["8x8_up"].conv_res0.weight
+    aside = net.unet.out_conv.weight, net.unet.enc["8x8_conv"].weight, up  # a gain; an odd number of channels; sums of taps
     normalized = normalized_weights(net)
     convolutions = [p for p in normalized if p.ndim == 4 and all(p is not x for x in aside)]
     plain, fused = launches[:steps]

@@ -21,6 +21,8 @@ def raw_weights(device: str = "cpu") -> list[list[RawWeight]]:
     return [
         [RawWeight(leaf(8, 16, 3, 3), half)],
         [RawWeight(leaf(8, 5, 3, 3), half)],
+        [RawWeight(leaf(16, 8, 3, 3), half, up=True)],
+        [RawWeight(leaf(4, 3, 3, 3), half, leaf(), up=True)],
         [RawWeight(leaf(3, 8, 3, 3), half, leaf())],
         [RawWeight(leaf(24, 40, 1, 1), half, heads=2)],
         [RawWeight(leaf(8, 24), single, leaf()), RawWeight(leaf(5, 24), single, leaf()), RawWeight(leaf(16, 24), single, leaf())],
@@ -29,7 +31,7 @@ def raw_weights(device: str = "cpu") -> list[list[RawWeight]]:
 
 
 def one_by_one(group: list[RawWeight]) -> torch.Tensor:
-    return torch.cat([kernels.mp_weight(raw.weight, raw.gain, raw.dtype, raw.heads) for raw in group], dim=1)
+    return torch.cat([kernels.mp_weight(raw.weight, raw.gain, raw.dtype, raw.heads, raw.up) for raw in group], dim=1)
 
 
 def leaves(groups: list[list[RawWeight]]) -> list[torch.Tensor]:
@@ -105,8 +107,9 @@ def test_bytes_are_those_of_raw_and_prepared_weights():
     prepared = PreparedWeights(groups)
     give_gradients(prepared, 1)
     raw = sum(4 * r.weight.numel() for group in groups for r in group)
+    taps = sum(4 * w.value.numel() for w in prepared.weights)
     values = sum(w.value.numel() * w.value.element_size() for w in prepared.weights)
-    for call, expected in ((prepared.prepare, raw + values), (prepared.project, 3 * raw)):
+    for call, expected in ((prepared.prepare, raw + values), (prepared.project, 2 * raw + taps)):
         launches = []
         give_gradients(prepared, 1)
         with recording(launches.append):

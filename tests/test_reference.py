@@ -55,6 +55,15 @@ GOLDEN_OPS = {
 }
 
 
+def test_phases_are_the_convolution_of_the_doubled_image():
+    x, w0, m, w1 = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 3, 5, 4), (9, 6, 4), (2, 6), (9, 4, 6)))
+    doubled, w_up = ops.resample(x, (1, 1), "up"), ops.up_weight(w0)
+    torch.testing.assert_close(ops.conv_up(x, w_up), ops.conv(doubled, w0))
+    torch.testing.assert_close(ops.conv_silu_up(x, w_up, m), ops.conv_silu(doubled, w0, m))
+    expected = ops.residual_branch_silu(doubled, w0, m, w1, 0.3, 0.6)
+    torch.testing.assert_close(ops.residual_branch_up(x, w_up, m, w1, 0.3, 0.6), expected)
+
+
 @pytest.mark.parametrize("name", GOLDEN_OPS)
 def test_golden(name):
     golden = Golden("primitives")
