@@ -140,11 +140,14 @@ def _modulated_backward(g: Tensor, u: Tensor, m: Tensor) -> tuple[Tensor, Tensor
 def _conv_up_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return torch.empty_like(x), w.new_zeros(w.shape, dtype=wide(w.dtype))
-    phases = to_phases(g).to(wide(g.dtype))
-    taps = [reference.shift(phases[i // 4], -rows, -columns) for i, (rows, columns) in enumerate(reference.UP_OFFSETS)]
-    g = torch.stack(taps, dim=3).flatten(3).flatten(0, 2)  # [pixels, 16·Cout]
-    dw = (g.T @ x.flatten(0, 2).to(g.dtype)).view(w.shape)
-    return (g @ w.flatten(0, 1).to(g.dtype)).view(x.shape).to(x.dtype), dw
+    wide_x, wide_w = (y.to(wide(x.dtype)) for y in (x.flatten(0, 2), w.unflatten(0, (4, 4))))
+    dx, dw = torch.zeros_like(wide_x), torch.empty_like(wide_w)
+    for phase, offsets, taps, out in zip(to_phases(g), reference.UP_OFFSETS, wide_w, dw):
+        shifted = [reference.shift(phase.to(dx.dtype), -rows, -columns) for rows, columns in offsets]
+        columns = torch.cat(shifted, dim=3).flatten(0, 2)  # [pixels, 4·Cout]
+        dx.addmm_(columns, taps.flatten(0, 1))
+        torch.mm(columns.T, wide_x, out=out.flatten(0, 1))
+    return dx.view(x.shape).to(x.dtype), dw.flatten(0, 1)
 
 
 def to_phases(x: Tensor) -> Tensor:

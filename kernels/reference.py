@@ -87,17 +87,21 @@ def conv_up(x: Tensor, w: Tensor) -> Tensor:
     Rounded once, like any convolution; an infinite weight meets no zeros around the image.
     """
     _check_channels("x", x, w)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    products = (x.to(wide) @ w.to(wide).flatten(0, 1).T).unflatten(-1, w.shape[:2]).unbind(-2)
+    wide, w = torch.promote_types(x.dtype, torch.float32), w.unflatten(0, (4, 4))
     if x.numel() == 0:
-        return _nearest_2x2(products[0]).to(x.dtype)
-    taps = [shift(product, *offsets) for product, offsets in zip(products, UP_OFFSETS)]
-    phases = torch.stack([sum(taps[i : i + 4]) for i in (0, 4, 8, 12)])  # [4, N, H, W, Cout]
-    return phases.unflatten(0, (2, 2)).permute(2, 3, 0, 4, 1, 5).flatten(3, 4).flatten(1, 2).to(x.dtype)
+        return _nearest_2x2(linear(x, w[0, :1]))
+    phases = [_phase(x.to(wide), *pair) for pair in zip(w.to(wide), UP_OFFSETS)]
+    return torch.stack(phases).unflatten(0, (2, 2)).permute(2, 3, 0, 4, 1, 5).flatten(3, 4).flatten(1, 2).to(x.dtype)
 
 
-# Rows and columns from a pixel of x to that which each of the 16 taps reads for a phase of the doubled pixel.
-UP_OFFSETS = [(a + e - 1, b + f - 1) for a in (0, 1) for b in (0, 1) for e in (0, 1) for f in (0, 1)]
+def _phase(x: Tensor, w: Tensor, offsets: Sequence[tuple[int, int]]) -> Tensor:
+    """The sum of x's products with the taps `[4, Cout, Cin]`, each shifted."""
+    products = (x @ w.flatten(0, 1).T).unflatten(-1, w.shape[:2]).unbind(-2)
+    return sum(shift(product, *offset) for product, offset in zip(products, offsets))
+
+
+# For each phase, rows and columns from a pixel of x to those that its taps read.
+UP_OFFSETS = [[(a + e - 1, b + f - 1) for e in (0, 1) for f in (0, 1)] for a in (0, 1) for b in (0, 1)]
 
 
 def shift(x: Tensor, rows: int, columns: int) -> Tensor:
