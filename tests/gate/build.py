@@ -78,8 +78,9 @@ def _prepare() -> None:
 
 
 def compile_presets(everything: bool = False, kernels: Container[str] | None = None) -> dict[Job, Facts]:
-    """The kernels that the presets launch, or of them these; without `everything`, of most only one for each shape class."""
-    pairs = [(case, capability) for case in CASES for capability in CAPABILITIES]
+    """The kernels that the presets launch, or of them these; without `everything`, of cases `of_all_runs` only, and of most one
+    for each shape class."""
+    pairs = [(case, x) for case in CASES for x in CAPABILITIES if everything or x in case.of_all_runs]
     with workers() as pool:
         jobs = distinct([case for case, _ in pairs], list(pool.map(collect, *zip(*pairs))), everything)
         return compile_all(pool, [job for job in jobs if kernels is None or job.name in kernels])

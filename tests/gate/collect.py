@@ -21,11 +21,15 @@ FORMS = re.compile("B[IHW]|FLAT")  # and those of the form of a tile's pixels
 
 @dataclass(frozen=True)
 class Case:
-    """A network, a batch and a compute dtype. Every launch is compiled for the architectures for which it is `complete`."""
+    """A network, a batch and a compute dtype, compiled for the architectures `of_all_runs` in every run, for all by `--all`.
+
+    Every launch is compiled for those for which it is `complete`, else one of each shape class.
+    """
 
     preset: str
     batch: int
     dtype: torch.dtype = torch.float16
+    of_all_runs: tuple[int, ...] = ()
     complete: tuple[int, ...] = ()
 
     @property
@@ -36,8 +40,8 @@ class Case:
 
 WIDEST_FIRST = ("xxl", "xl", "l", "m", "xs", "xxs")
 CASES = [
-    Case("edm2-img512-s", 256, complete=(90,)),
-    Case("edm2-img512-s", 8),
+    Case("edm2-img512-s", 256, of_all_runs=CAPABILITIES, complete=(90,)),
+    Case("edm2-img512-s", 8, of_all_runs=(90,)),
     *(Case(f"edm2-img512-{size}", 8) for size in WIDEST_FIRST),
     Case("digits", 128),
     Case("digits", 128, torch.bfloat16),
