@@ -1,4 +1,4 @@
-"""Every kernel that EDM2-S launches (under torture: that any preset does), compiled for three architectures without a GPU; and that faults are seen."""
+"""Every kernel that EDM2-S launches (under torture: any preset), compiled for three architectures without a GPU; faults are seen."""
 
 import pytest
 import torch
