@@ -315,6 +315,15 @@ def test_activations_are_clipped():
     assert y.abs().max() == 0.5
 
 
+def test_dropout_of_nothing_is_none():
+    """Blocks take other ops with it."""
+    plain, dropping = (tiny_net(dropout=p).train() for p in (0.0, 1e-12))
+    x, sigma = torch.randn(2, 2, 8, 8), torch.tensor([0.5, 2.0])
+    results = [[y := net(x, sigma), *torch.autograd.grad(y.square().sum(), list(net.unet.parameters()))] for net in (plain, dropping)]
+    for a, b in zip(*results):
+        assert relative_error(a, b) < 1e-4
+
+
 def test_dropout_only_in_training():
     net, x = tiny_net(dropout=0.5), torch.randn(1, 2, 8, 8)
     torch.testing.assert_close(net(x, 1.0), net(x, 1.0), rtol=0, atol=0)
