@@ -237,7 +237,7 @@ class TestConvolutions:
         share = len(slower) / len(expected)
         for rows in cells:
             count, times, goal, added = rows["| conv_silu/forward"]
-            assert 0 < share < 1 and count == str(len(expected)) == "20"
+            assert 0 < share < 1 and count == str(len(expected)) == "17"
             assert times == f"{1.5 / 1.2 * share + 1.5 / 1.1 * (1 - share):.2f} (1.25–1.36)" and goal == "1.25×: reached"
             assert added.endswith(f"{0.1 + 0.1 * share:.0%} (10%–20%) |")
             assert rows["| silu_grad/dgrad"][1:3] == ["1.36 (1.36–1.36)", "1.25×: reached"]
