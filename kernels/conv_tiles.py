@@ -107,10 +107,10 @@ def library(itemsize: int) -> bool:
 
 
 def conv(capability: int, pixels: int, channels: int, five_loads: bool = False) -> ConvTile:
-    """For `channels` at `pixels`. With `five_loads` in its epilogue, 256 pixels spill 200 bytes on Blackwell (none on Hopper)."""
+    """For `channels` at `pixels`. With `five_loads` in its epilogue, 256 pixels spill: 200 bytes on Blackwell, few on Hopper."""
     tiles = min(CONV[kind(capability)], key=lambda tiles: _cost(channels, sum(tiles[0].channels), tiles[0].pixels))
     blocks = -(-channels // sum(tiles[0].channels))
-    if five_loads and capability >= 100:
+    if five_loads:
         tiles = [x for x in tiles if x.pixels <= 128]
     return next((x for x in tiles if blocks * (pixels // x.pixels) > 0.9 * MULTIPROCESSORS), tiles[-1])
 
