@@ -49,9 +49,10 @@ def convolve(
     may convolve, where the table of tiles says so. dm is there at once, or when the sums of `later` have run.
     """
     (n, height, width, depth), channels = x.shape, w.shape[2 if transposed else 1]
-    tile = tile or conv_tiles.conv(capability(x), n * height * width, channels)
     op = "input gradient" if transposed else "forward"
-    by_library = training and not sources and conv_tiles.by_library(capability(x), op, w.shape[0], height, width, depth, channels)
+    row = conv_tiles.row(capability(x), op, w.shape[0], height, width, depth, channels)
+    tile = tile or conv_tiles.conv(row, n)
+    by_library = training and not sources and row in conv_tiles.LIBRARY
     bi, bh, bw = tile.box(height, width)
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
 

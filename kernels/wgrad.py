@@ -113,17 +113,18 @@ def weight_gradient(
     Into `out`, if given: `[taps, C, K]`, whose rows may lie apart. With `sums`, it is there when these have run.
     """
     (n, height, width, depth), channels = x.shape, g.shape[3]
-    if conv_tiles.by_library(capability(x), "weight gradient", taps, height, width, depth, channels):
+    row = conv_tiles.row(capability(x), "weight gradient", taps, height, width, depth, channels)
+    if tile is None and row in conv_tiles.LIBRARY:
         dw = library.weight_gradient(g, x, taps).float() * scale
         return dw.contiguous() if out is None else out.copy_(dw)
     dw = g.new_empty(taps, channels, depth, dtype=torch.float32) if out is None else out
     if x.numel() == 0:
         return dw.zero_()
-    tile = tile or conv_tiles.wgrad(capability(x), channels, depth)
+    tile = tile or conv_tiles.wgrad(row)
     (bi, bh, bw), flat = tile.box(height, width)
     steps = triton.cdiv(n, bi) * triton.cdiv(height, bh) * triton.cdiv(width, bw)
     tiles = taps * triton.cdiv(channels, sum(tile.rows)) * triton.cdiv(depth, sum(tile.columns))
-    per_split = triton.cdiv(steps, conv_tiles.splits(tiles, steps))
+    per_split = triton.cdiv(steps, conv_tiles.splits(tile, tiles, steps))
     splits = triton.cdiv(steps, per_split)
     parts = dw if splits == 1 else dw.new_empty(splits * taps, channels, depth)
 
