@@ -169,7 +169,8 @@ def _kernels_used(device: torch.device) -> dict[str, Any]:
 def _time(case: Case, candidates: dict[str, Any], results: dict[str, dict[str, Any]], device: torch.device, runs: int) -> None:
     """Add timings to the results of the candidates that are right."""
     right = {name: run for name, run in candidates.items() if "failure" not in results[name]}
-    timings = measure_in_turn(list(right.values()), device, runs, flush=case.flush, warmup=case.warmup) if right else []
+    how = dict(flush=case.flush, warmup=case.warmup, launches=case.launches)
+    timings = measure_in_turn(list(right.values()), device, runs, **how) if right else []
     for (name, run), timing in zip(right.items(), timings):
         parts = {"parts": run.parts()} if hasattr(run, "parts") else {}
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None

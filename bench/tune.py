@@ -164,7 +164,7 @@ def tune_cases(found: Sequence[Problem], needs_gpu: bool = True) -> Iterator[Cas
         facts = {"row": list(problem.row), "n": problem.images, "flops of a step": problem.flops}
         yield Case(
             problem.name, partial(_build, problem), flops, facts=facts, tolerance=TOLERANCE, needs_gpu=needs_gpu,
-            in_turn=True, dtype="float16",
+            in_turn=True, launches=len(problem.calls), dtype="float16",
         )  # fmt: skip
 
 
@@ -173,16 +173,16 @@ def _build(problem: Problem, device: torch.device) -> Candidates:
     return {text(tile): partial(run, tile) for tile in problem.candidates}
 
 
-def run(found: Sequence[Problem], outdir: Path, budget: float, capability: int, runs: int = 20) -> None:
+def run(found: Sequence[Problem], outdir: Path, budget: float, capability: int, runs: int = 20, needs_gpu: bool = True) -> None:
     """Tune on the GPU at hand for `budget` seconds: a line and a JSON file for each problem, then the rows."""
     deadline, by_name = time.monotonic() + budget, {problem.name: problem for problem in found}
-    with Compilers(capability) as compilers, Isolated(partial(tune_cases, found), SILENCE, deadline) as isolated:
+    with Compilers(capability) as compilers, Isolated(partial(tune_cases, found, needs_gpu), SILENCE, deadline) as isolated:
 
         def compiled_first(case: Case, *args: Any) -> Result:
             compilers(by_name[case.name], min(deadline, time.monotonic() + COMPILING))
             return isolated(case, *args)
 
-        measure(found, tune_cases(found), outdir, budget, runs, compiled_first)
+        measure(found, tune_cases(found, needs_gpu), outdir, budget, runs, compiled_first)
 
 
 def measure(
