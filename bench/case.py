@@ -24,6 +24,8 @@ class Case:
     needs_gpu: bool = True
     flush: bool = True
     warmup: int = 3  # calls before the timed ones, besides the one that is checked
+    in_turn: bool = False  # on a GPU too: the candidates share their tensors
+    launches: int = 1  # in a row, which may take as many head starts
     compiles: bool = False  # worth compiling ahead, beside other cases
     dtype: str = ""  # of activations; empty: the networks' own, fp16 on a GPU and fp32 elsewhere
 

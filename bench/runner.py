@@ -31,12 +31,17 @@ Save = Callable[[dict[str, Any]], None]
 
 
 def run_cases(
-    cases: Iterable[Case], outdir: Path, budget: float, runs: int = 20, run: Callable[..., dict[str, Any]] | None = None
+    cases: Iterable[Case],
+    outdir: Path,
+    budget: float,
+    runs: int = 20,
+    run: Callable[..., dict[str, Any]] | None = None,
+    tell: Callable[[dict[str, Any]], str] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure the cases in order until `budget` seconds are over; returns the results, each also a file in `outdir`.
 
     A candidate that fails, or whose output is off, is reported so and without a speed. A file is written anew with
-    every candidate. `run` takes the place of `run_case`.
+    every candidate. `run` takes the place of `run_case`, `tell` of `line`.
     """
     full_precision()
     device = this_device()
@@ -58,7 +63,7 @@ def run_cases(
             ceilings[unit] = max((c[unit] for c in result["candidates"].values() if unit in c), default=0.0)
         result |= {"machine": machine, "ceilings": dict(ceilings)}
         write(path, result)
-        click.echo(line(result))
+        click.echo((tell or line)(result))
         results.append(result)
         if broken(device):
             click.echo("the device is unusable after an error: stopping here", err=True)
@@ -73,10 +78,11 @@ def this_device() -> torch.device:
 def run_case(case: Case, device: torch.device, ceilings: dict[str, float], runs: int, save: Save) -> dict[str, Any]:
     """Check every candidate of a case against the reference, or else the first, and time those that are right.
 
-    On a CPU, whose speed drifts, in turn; on a GPU one after the other, so that each has the memory for itself.
+    On a CPU, whose speed drifts, in turn; on a GPU one after the other, so that each has the memory for itself, unless the
+    case asks for turns.
     `save` is given the result so far before each candidate, which stands in it as UNFINISHED.
     """
-    result = blank(case)
+    result, alone = blank(case), device.type == "cuda" and not case.in_turn
     _free(device)
     try:
         candidates = dict(case.build(device))
@@ -90,7 +96,7 @@ def run_case(case: Case, device: torch.device, ceilings: dict[str, float], runs:
         save(result)
         checked[name], output = _attempt(case, name, candidates[name], device, reference, runs)
         reference = output if reference is None else reference
-        if device.type == "cuda" or "failure" in checked[name]:
+        if alone or "failure" in checked[name]:
             result["candidates"][name] = checked[name] | _shares(case, checked[name], ceilings)
             del candidates[name]
             if broken(device):
@@ -112,10 +118,10 @@ def blank(case: Case) -> dict[str, Any]:
 def _attempt(
     case: Case, name: str, run: Callable[[], Any], device: torch.device, reference: list[Tensor] | None, runs: int
 ) -> tuple[dict[str, Any], list[Tensor] | None]:
-    """What a candidate comes to, whatever it raises, and its first output; on a GPU with its timing."""
+    """What a candidate comes to, whatever it raises, and its first output; on a GPU with its timing, unless it takes turns."""
     try:
         facts, output = _check(case, name, run, device, reference)
-        if device.type == "cuda":
+        if device.type == "cuda" and not case.in_turn:
             _time(case, {name: run}, {name: facts}, device, runs)
     except Exception as e:  # a compiler's errors have no common base
         return {"failure": reason(e)}, None
@@ -163,7 +169,8 @@ def _kernels_used(device: torch.device) -> dict[str, Any]:
 def _time(case: Case, candidates: dict[str, Any], results: dict[str, dict[str, Any]], device: torch.device, runs: int) -> None:
     """Add timings to the results of the candidates that are right."""
     right = {name: run for name, run in candidates.items() if "failure" not in results[name]}
-    timings = measure_in_turn(list(right.values()), device, runs, flush=case.flush, warmup=case.warmup) if right else []
+    how = dict(flush=case.flush, warmup=case.warmup, launches=case.launches)
+    timings = measure_in_turn(list(right.values()), device, runs, **how) if right else []
     for (name, run), timing in zip(right.items(), timings):
         parts = {"parts": run.parts()} if hasattr(run, "parts") else {}
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None

@@ -6,6 +6,7 @@ wide tiles are worth some padding.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 
@@ -33,7 +34,10 @@ class ConvTile:
 
 @dataclass(frozen=True)
 class WgradTile:
-    """Output × input channels (each in one or two parts) per program, pixels per step, warps, stages."""
+    """Output × input channels (each in one or two parts) per program, pixels per step, warps, stages.
+
+    The steps are divided among as many programs as make `waves` on all multiprocessors.
+    """
 
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -41,6 +45,7 @@ class WgradTile:
     warps: int
     stages: int
     boxes: bool = True
+    waves: int = 3
 
     def box(self, height: int, width: int) -> tuple[tuple[int, int, int], bool]:
         """Images, rows and columns of a step's pixels, and whether these are consecutive in memory.
@@ -53,6 +58,19 @@ class WgradTile:
             if height % bh == 0 and (bi == 1 or bh == height):
                 return (bi, bh, width), True
         return (1, 1, min(self.pixels, max(16, triton.next_power_of_2(width)))), False
+
+
+class Row(NamedTuple):
+    """What the tables below know a convolution by: kind of matrix product, "forward", "input gradient" or "weight gradient",
+    taps, height, width, input and output channels of what is computed."""
+
+    kind: str
+    op: str
+    taps: int
+    height: int
+    width: int
+    depth: int
+    channels: int
 
 
 # Kind of matrix product → tiles of each number of channels, the most pixels first. Fewer pixels are for small batches,
@@ -87,13 +105,18 @@ WGRAD: dict[str, list[WgradTile]] = {
 }
 
 
-# Where cuDNN or cuBLAS and a pass for the epilogue win in training, with the figure that shows it: (kind, "forward",
-# "input gradient" or "weight gradient", taps, height, width, input and output channels of what is computed). Not measured yet.
-LIBRARY: set[tuple[str, str, int, int, int, int, int]] = set()
+# What was measured to be quicker than the choice from the lists above: for convolutions a list like those, all of the same
+# channels and steps, for weight gradients a tile. `python -m bench tune` prints the rows to add, each with its GPU and gain
+# in a comment. Nothing measured yet.
+TUNED: dict[Row, list[ConvTile] | WgradTile] = {}
 
 
-def by_library(capability: int, op: str, taps: int, height: int, width: int, depth: int, channels: int) -> bool:
-    return (kind(capability), op, taps, height, width, depth, channels) in LIBRARY
+# Where cuDNN or cuBLAS and a pass for the epilogue win in training, with the figure that shows it. Not measured yet.
+LIBRARY: set[Row] = set()
+
+
+def row(capability: int, op: str, taps: int, height: int, width: int, depth: int, channels: int) -> Row:
+    return Row(kind(capability), op, taps, height, width, depth, channels)
 
 
 def kind(capability: int) -> str:
@@ -106,26 +129,38 @@ def library(itemsize: int) -> bool:
     return itemsize == 4
 
 
-def conv(capability: int, pixels: int, channels: int, five_loads: bool = False) -> ConvTile:
-    """For `channels` at `pixels`. With `five_loads` in its epilogue, 256 pixels spill: 200 bytes on Blackwell, few on Hopper."""
-    tiles = min(CONV[kind(capability)], key=lambda tiles: _cost(channels, sum(tiles[0].channels), tiles[0].pixels))
-    blocks = -(-channels // sum(tiles[0].channels))
-    if five_loads:
+def conv(row: Row, images: int) -> ConvTile:
+    """For a convolution or an input gradient of `images`.
+
+    The epilogue of the input gradient behind an up-sampling loads five tensors: 256 pixels spill, 200 bytes on Blackwell,
+    few on Hopper.
+    """
+    tiles = TUNED.get(row) or min(
+        CONV[row.kind], key=lambda tiles: _cost(row.channels, sum(tiles[0].channels), tiles[0].pixels)
+    )
+    if row.taps == 16 and row.op == "input gradient":
         tiles = [x for x in tiles if x.pixels <= 128]
-    return next((x for x in tiles if blocks * (pixels // x.pixels) > 0.9 * MULTIPROCESSORS), tiles[-1])
+    return next((tile for tile in tiles if fills(tile, row, images)), tiles[-1])
 
 
-def wgrad(capability: int, channels: int, depth: int) -> WgradTile:
-    """For a gradient of `channels` × `depth`."""
-    return min(
-        WGRAD[kind(capability)],
-        key=lambda x: _cost(channels, sum(x.rows), sum(x.columns)) * _padded(depth, sum(x.columns)) / depth,
+def fills(tile: ConvTile, row: Row, images: int) -> bool:
+    """Are there programs for nine tenths of the multiprocessors?"""
+    phases = 4 if row.taps == 16 and row.op == "forward" else 1
+    pixels = phases * images * row.height * row.width
+    return -(-row.channels // sum(tile.channels)) * (pixels // tile.pixels) > 0.9 * MULTIPROCESSORS
+
+
+def wgrad(row: Row) -> WgradTile:
+    """For a weight gradient of `channels` × `depth`."""
+    return TUNED.get(row) or min(
+        WGRAD[row.kind],
+        key=lambda x: _cost(row.channels, sum(x.rows), sum(x.columns)) * _padded(row.depth, sum(x.columns)) / row.depth,
     )
 
 
-def splits(tiles: int, steps: int) -> int:
-    """Among how many programs the steps of each tile are divided: three waves of programs, if there are steps for them."""
-    return max(1, min(3 * MULTIPROCESSORS // tiles, steps // 4))
+def splits(tile: WgradTile, tiles: int, steps: int) -> int:
+    """Among how many programs the steps of each of `tiles` are divided, if there are steps for them."""
+    return max(1, min(tile.waves * MULTIPROCESSORS // tiles, steps // 4))
 
 
 def _cost(channels: int, m: int, n: int) -> float:

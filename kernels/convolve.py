@@ -59,10 +59,10 @@ def convolve(
     if up == "gradient":
         height, width = height // 2, width // 2
     double = 2 if up == "output" else 1
-    tile = tile or conv_tiles.conv(capability(x), n * height * width * double**2, channels, five_loads=up == "gradient")
     op = "input gradient" if transposed else "forward"
-    taken = training and not sources and w.shape[0] != 16
-    by_library = taken and conv_tiles.by_library(capability(x), op, w.shape[0], height, width, depth, channels)
+    row = conv_tiles.row(capability(x), op, w.shape[0], height, width, depth, channels)
+    tile = tile or conv_tiles.conv(row, n)
+    by_library = training and not sources and row in conv_tiles.LIBRARY
     bi, bh, bw = tile.box(height, width, whole=up == "output")
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
 

@@ -129,18 +129,19 @@ def weight_gradient(
     With 16 taps g is `[N, 2H, 2W, C]`.
     """
     (n, height, width, depth), channels, up = x.shape, g.shape[3], taps == 16
-    if not up and conv_tiles.by_library(capability(x), "weight gradient", taps, height, width, depth, channels):
+    left, right = (x, g) if up else (g, x)
+    row = conv_tiles.row(capability(x), "weight gradient", taps, height, width, right.shape[3], left.shape[3])
+    if tile is None and row in conv_tiles.LIBRARY:
         dw = library.weight_gradient(g, x, taps).float() * scale
         return dw.contiguous() if out is None else out.copy_(dw)
     dw = g.new_empty(taps, channels, depth, dtype=torch.float32) if out is None else out
     if x.numel() == 0:
         return dw.zero_()
-    left, right = (x, g) if up else (g, x)
-    tile = tile or conv_tiles.wgrad(capability(x), left.shape[3], right.shape[3])
+    tile = tile or conv_tiles.wgrad(row)
     (bi, bh, bw), flat = tile.box(height, width)
     steps = triton.cdiv(n, bi) * triton.cdiv(height, bh) * triton.cdiv(width, bw)
     tiles = taps * triton.cdiv(left.shape[3], sum(tile.rows)) * triton.cdiv(right.shape[3], sum(tile.columns))
-    per_split = triton.cdiv(steps, conv_tiles.splits(tiles, steps))
+    per_split = triton.cdiv(steps, conv_tiles.splits(tile, tiles, steps))
     splits = triton.cdiv(steps, per_split)
     parts = dw if splits == 1 else dw.new_empty(splits * taps, channels, depth)
 
