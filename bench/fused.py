@@ -133,7 +133,7 @@ def _plain_silu_up(site: Site, x: Tensor, w: Tensor, m: Tensor) -> tuple[Tensor,
 
 def _plain_branch_up(site: Site, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor) -> Tensor:
     x = baseline.resample(x, (1, 1), "up")
-    return _plain_branch(site, baseline.mp_silu(x), w0, m, w1, x)
+    return _plain_branch(site, x, baseline.mp_silu(x), w0, m, w1)
 
 
 def _plain_branch_cat(site: Site, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor) -> Tensor:
