@@ -228,10 +228,9 @@ def _block_calls(preset: str) -> list[tuple[Any, str, tuple[int, ...]]]:
     """Each block, its name, and the channels of its sources if it joins two."""
     calls = []
     with fake_network(preset) as net, torch.no_grad():
-        for name, block in net.unet.named_modules():
-            if block in net.unet.blocks():
-                hook = lambda block, args, name=name: calls.append((block, name, _sources(*args)))  # noqa: E731
-                block.register_forward_pre_hook(hook)
+        names = {block: name for name, block in net.unet.named_modules()}
+        for block in net.unet.blocks():
+            block.register_forward_pre_hook(lambda block, args: calls.append((block, names[block], _sources(*args))))
         inputs = inputs_for(net, 1)
         net.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
     return calls
