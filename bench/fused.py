@@ -133,7 +133,7 @@ def _plain_silu_up(site: Site, x: Tensor, w: Tensor, m: Tensor) -> tuple[Tensor,
 
 def _plain_branch_up(site: Site, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor) -> Tensor:
     x = baseline.resample(x, (1, 1), "up")
-    return _plain_branch(site, baseline.mp_silu(x), w0, m, w1, x)
+    return _plain_branch(site, x, baseline.mp_silu(x), w0, m, w1)
 
 
 def _plain_branch_cat(site: Site, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor) -> Tensor:
@@ -228,10 +228,9 @@ def _block_calls(preset: str) -> list[tuple[Any, str, tuple[int, ...]]]:
     """Each block, its name, and the channels of its sources if it joins two."""
     calls = []
     with fake_network(preset) as net, torch.no_grad():
-        for name, block in net.unet.named_modules():
-            if block in net.unet.blocks():
-                hook = lambda block, args, name=name: calls.append((block, name, _sources(*args)))  # noqa: E731
-                block.register_forward_pre_hook(hook)
+        names = {block: name for name, block in net.unet.named_modules()}
+        for block in net.unet.blocks():
+            block.register_forward_pre_hook(lambda block, args: calls.append((block, names[block], _sources(*args))))
         inputs = inputs_for(net, 1)
         net.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
     return calls

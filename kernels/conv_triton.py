@@ -26,7 +26,7 @@ ALIGNMENT = 16  # bytes, of every row that a descriptor reaches
 
 
 def by_table(op: Callable) -> Callable:
-    """The library's convolutions in place of kernels, where the table of tiles says so."""
+    """The library's convolutions in place of kernels, where the table of tiles says so; then all of the op is `kernels.eager`."""
 
     @wraps(op)
     def run(x: Tensor, *args: Any) -> Any:
