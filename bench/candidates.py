@@ -28,7 +28,7 @@ def candidates(row: Row, images: int) -> list[Tile]:
         present = conv_tiles.conv(row, images)
         lists = _unpadded(CONV[row.kind], lambda tiles: _padded(row.channels, tiles[0].channels))
         bases = [present, *(tile for tiles in lists for tile in tiles if tile.pixels == present.pixels)]
-        found = [present, *chain.from_iterable(lists), *chain.from_iterable(map(_neighbours, bases))]
+        found = conv_tiles.allowed(row, [present, *chain.from_iterable(lists), *chain.from_iterable(map(_neighbours, bases))])
     return list(dict.fromkeys(tile for tile in found if tile == present or fits(tile, row.kind)))
 
 
@@ -56,14 +56,15 @@ def fits(tile: Tile, kind: str) -> bool:
 
 
 def shared(tile: Tile, kind: str) -> int:
-    """Bytes of shared memory in half precision, at most: operands of all steps under way, or quarters of the epilogue."""
+    """Bytes of shared memory in half precision, at most: operands of all steps under way, or what passes through at the end."""
     late = kind == "mma"  # a stage less is under way
     if isinstance(tile, WgradTile):
-        step, quarters = (sum(tile.rows) + sum(tile.columns)) * tile.pixels, 0
+        step, end = (sum(tile.rows) + sum(tile.columns)) * tile.pixels, 2 * tile.rows[0] * tile.columns[0]  # fp32, to be transposed
     else:
         step = (sum(tile.channels) + tile.pixels) * tile.block_k
-        quarters = (2 * (EPILOGUE_STAGES - late) + 1) * tile.channels[0] * tile.pixels // 4  # of two tensors; what is stored
-    return 2 * max(step * (tile.stages - late), quarters) + BARRIERS
+        loads, ahead = (5, EPILOGUE_STAGES - 1) if tile.pixels <= 128 else (2, EPILOGUE_STAGES)  # five behind an up-sampling
+        end = (loads * (ahead - late) + 1) * tile.channels[0] * tile.pixels // 4  # quarters of them and of what is stored
+    return 2 * max(step * (tile.stages - late), end) + BARRIERS
 
 
 def text(tile: Tile) -> str:
@@ -82,6 +83,7 @@ def table_row(row: Row, tile: Tile, images: int) -> str:
     if isinstance(tile, ConvTile):
         lists = [*([conv_tiles.TUNED[row]] if row in conv_tiles.TUNED else []), *CONV[row.kind]]
         own = next(tiles for tiles in lists if (tiles[0].channels, tiles[0].block_k) == (tile.channels, tile.block_k))
+        own = conv_tiles.allowed(row, own)
         more = [x for x in own if x.pixels > tile.pixels and not conv_tiles.fills(x, row, images)]
         fewer = [x for x in own if x.pixels < tile.pixels and conv_tiles.fills(tile, row, images)]
         value = f"[{', '.join(map(text, (*more, tile, *fewer)))}]"

@@ -5,6 +5,7 @@ What decides in large convolutions is by all counts the traffic between L2 and t
 wide tiles are worth some padding.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,17 +131,18 @@ def library(itemsize: int) -> bool:
 
 
 def conv(row: Row, images: int) -> ConvTile:
-    """For a convolution or an input gradient of `images`.
-
-    The epilogue of the input gradient behind an up-sampling loads five tensors: 256 pixels spill, 200 bytes on Blackwell,
-    few on Hopper.
-    """
-    tiles = TUNED.get(row) or min(
-        CONV[row.kind], key=lambda tiles: _cost(row.channels, sum(tiles[0].channels), tiles[0].pixels)
+    """For a convolution or an input gradient of `images`."""
+    tiles = TUNED.get(row) or allowed(
+        row, min(CONV[row.kind], key=lambda tiles: _cost(row.channels, sum(tiles[0].channels), tiles[0].pixels))
     )
-    if row.taps == 16 and row.op == "input gradient":
-        tiles = [x for x in tiles if x.pixels <= 128]
     return next((tile for tile in tiles if fills(tile, row, images)), tiles[-1])
+
+
+def allowed(row: Row, tiles: Iterable[ConvTile]) -> list[ConvTile]:
+    """The epilogue of the input gradient behind an up-sampling loads five tensors: 256 pixels spill, 200 bytes on Blackwell,
+    few on Hopper."""
+    most = 128 if row.taps == 16 and row.op == "input gradient" else 256
+    return [tile for tile in tiles if tile.pixels <= most]
 
 
 def fills(tile: ConvTile, row: Row, images: int) -> bool:

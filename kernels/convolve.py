@@ -62,7 +62,7 @@ def convolve(
     op = "input gradient" if transposed else "forward"
     row = conv_tiles.row(capability(x), op, w.shape[0], height, width, depth, channels)
     tile = tile or conv_tiles.conv(row, n)
-    by_library = training and not sources and row in conv_tiles.LIBRARY
+    by_library = training and not sources and w.shape[0] != 16 and row in conv_tiles.LIBRARY
     bi, bh, bw = tile.box(height, width, whole=up == "output")
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
 

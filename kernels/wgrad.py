@@ -131,7 +131,7 @@ def weight_gradient(
     (n, height, width, depth), channels, up = x.shape, g.shape[3], taps == 16
     left, right = (x, g) if up else (g, x)
     row = conv_tiles.row(capability(x), "weight gradient", taps, height, width, right.shape[3], left.shape[3])
-    if tile is None and row in conv_tiles.LIBRARY:
+    if tile is None and not up and row in conv_tiles.LIBRARY:
         dw = library.weight_gradient(g, x, taps).float() * scale
         return dw.contiguous() if out is None else out.copy_(dw)
     dw = g.new_empty(taps, channels, depth, dtype=torch.float32) if out is None else out

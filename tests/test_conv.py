@@ -5,6 +5,7 @@ Every tensor that a kernel sees lies between NaNs, and outputs are NaN beforehan
 """
 
 import math
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -170,7 +171,7 @@ def test_every_tile_of_weight_gradients(tile, memory):
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 9, 27])
 def test_splits_of_the_pixels(count, memory, arch, monkeypatch):
     """27 rows (pointers: of 17 pixels in 32) or fewer boxes for each program."""
-    monkeypatch.setattr(conv_tiles, "splits", lambda tiles, steps: count)
+    monkeypatch.setattr(conv_tiles, "splits", lambda tile, tiles, steps: count)
     x, w, g = input_and_weight(memory, 3, 9, 17, 24, 40, 1)
     assert exactly(weight_gradient(g, x, 1, 0.5), by_autograd(x, w, g)[2] / 2)
 
@@ -178,7 +179,7 @@ def test_splits_of_the_pixels(count, memory, arch, monkeypatch):
 @pytest.mark.parametrize("count", [1, 3])
 def test_weight_gradient_into_a_part(count, memory, arch, monkeypatch):
     """Of a tensor whose other columns stay as they are."""
-    monkeypatch.setattr(conv_tiles, "splits", lambda tiles, steps: count)
+    monkeypatch.setattr(conv_tiles, "splits", lambda tile, tiles, steps: count)
     x, w, g = input_and_weight(memory, 3, 5, 7, 24, 40, 1)
     whole = memory.place((1, 40, 72), torch.float32)
     assert weight_gradient(g, x, 1, out=whole[:, :, 16:40]).data_ptr() == whole[:, :, 16:].data_ptr()
@@ -376,10 +377,11 @@ def test_an_image_does_not_depend_on_its_batch(kernel, plainly, memory, arch):
 @pytest.mark.parametrize("kind", conv_tiles.CONV)
 def test_sums_do_not_depend_on_the_batch(kind):
     """Whatever a batch's tile: it divides neither channels nor the sums over them in another way."""
-    arch = {"wgmma": 90, "mma": 80}[kind]
-    for channels in (4, 8, 40, 192, 320, 448, 576, 768, 1152):
-        tiles = {conv_tiles.conv(arch, pixels, channels) for pixels in [2**i for i in range(22)]}
-        assert len(tiles) == len(conv_tiles.CONV[kind][0])
+    arch, uses = {"wgmma": 90, "mma": 80}[kind], [("forward", 9), ("forward", 16), ("input gradient", 16)]
+    for channels, (op, taps) in product((4, 8, 40, 192, 320, 448, 576, 768, 1152), uses):
+        row = conv_tiles.row(arch, op, taps, 2, 2, 64, channels)
+        tiles = {conv_tiles.conv(row, 2**i) for i in range(20)}
+        assert len(tiles) == len(conv_tiles.allowed(row, conv_tiles.CONV[kind][0]))
         assert len({(tile.channels, tile.block_k, tile.boxes) for tile in tiles}) == 1
 
 
