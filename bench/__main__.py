@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import torch
 
-from bench import cases, counted, tune
+from bench import cases, counted, problems, tune
 from bench.case import Case
 from bench.gpu import run as run_gpu
 from bench.ledger import CANDIDATES, count, table
@@ -85,25 +85,23 @@ def gpu(budget: float, only: str, dry_run: bool) -> None:
     run_gpu(source, chosen, out_folder(dry_run), budget, runs_of(dry_run))
 
 
-@main.command("tune")
+@measuring("tune", "Candidate tiles for the convolutions of a training step, the most arithmetic first: prints the rows to add.")
 @click.option("--preset", default="edm2-img512-s", show_default=True, help="Network whose convolutions are tuned.")
 @click.option("--batch", type=ImageCount(), default=256, show_default=True, help="Images in a step.")
-@click.option("--only", metavar="TEXT", default="", help="Only convolutions whose name contains this.")
-@click.option("--budget", type=Float(above=0), default=540, show_default=True, help="Stop after so many seconds.")
-def run_tune(preset: str, batch: int, only: str, budget: float) -> None:
-    """Measure candidate tiles for the convolutions of a training step, the most arithmetic first, and print the rows to add.
-
-    Rows are for TUNED in kernels/conv_tiles.py. Each is a gain beyond the noise: 20 to 80 percentiles that lie apart.
-    """
+def run_tune(preset: str, batch: int, budget: float, only: str, dry_run: bool) -> None:
     get_preset(preset)
-    if not torch.cuda.is_available():
-        raise UserError("tune measures on a GPU, and there is none here")
-    major, minor = torch.cuda.get_device_capability()
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu and not dry_run:
+        raise UserError("tune measures on a GPU, and there is none here; --dry-run rehearses it anywhere")
+    major, minor = torch.cuda.get_device_capability() if has_gpu else (9, 0)
     capability = 10 * major + minor
-    found = [problem for problem in tune.problems(preset, batch, capability) if only in problem.name]
-    if not found:
-        raise UserError(f"no convolution's name contains '{only}'; names are like tune/conv3x3/forward/n256-64x64-192-192")
-    tune.run(found, out_folder(dry_run=False) / "tune", budget, capability)
+    found = problems.small_problems(capability) if dry_run else problems.problems(preset, batch, capability)
+    chosen = [problem for problem in found if only in problem.name]
+    if not chosen:
+        raise UserError(f"no convolution's name contains '{only}'; names are like {found[0].name}")
+    if dry_run:
+        click.echo("A rehearsal: its times say nothing, and its rows are for no table.")
+    tune.run(chosen, out_folder(dry_run) / "tune", budget, capability, runs_of(dry_run))
 
 
 @main.command()

@@ -3,10 +3,13 @@
 import csv
 import json
 import multiprocessing
+import os
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,34 +17,52 @@ import torch
 from click.testing import CliRunner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import bench.problems
 from bench import runner, tune
 from bench.__main__ import main
-from bench.candidates import BARRIERS, SHARED, candidates, shared, table_row, text
+from bench.candidates import BARRIERS, SHARED, Tile, candidates, shared, table_row, text
+from bench.case import Case
+from bench.convs import WAYS
+from bench.counted import load as counted_ledger
 from bench.ledger import launches_of
 from bench.measure import Timing
+from bench.problems import Problem, calls_of, small_problems
+from bench.runner import blank
 from kernels import conv_tiles
-from kernels.conv_tiles import CONV, WGRAD, ConvTile, WgradTile
+from kernels.conv_tiles import CONV, WGRAD, ConvTile, Row, WgradTile
 from kernels.jit import INTERPRET, Launch
 from kernels.tracing import OnGPU
+from tests.gate.build import compile_all, workers
+from tests.gate.collect import job
 
 PRESET = "edm2-img512-s"
 STEPS = [(256, 90), (8, 90), (8, 80)]  # batches and architectures
 BATCHES = (1, 2, 8, 64, 256, 2048)
-TABLE = Path(__file__).parent / "gate" / "triton-3.9.0.csv"
+ROOT = Path(__file__).parent.parent
+TABLE = ROOT / "tests" / "gate" / "triton-3.9.0.csv"
+every_step = pytest.mark.parametrize(("images", "capability"), STEPS)
+no_kernels = pytest.mark.skipif(INTERPRET, reason="not about what kernels compute")
 
 
 @lru_cache
-def problems(batch: int, capability: int, preset: str = PRESET) -> list[tune.Problem]:
-    return tune.problems(preset, batch, capability)
+def problems(batch: int, capability: int, preset: str = PRESET) -> list[Problem]:
+    return bench.problems.problems(preset, batch, capability)
 
 
-def heaviest(op: str, found: list[tune.Problem]) -> tune.Problem:
-    return next(problem for problem in found if problem.row.op == op)
+small = lru_cache(small_problems)
 
 
-def chosen(problem: tune.Problem, images: int | None = None) -> tune.Tile:
-    is_weight = problem.row.op == "weight gradient"
-    return conv_tiles.wgrad(problem.row) if is_weight else conv_tiles.conv(problem.row, images or problem.images)
+def heaviest(op: str, found: list[Problem], taps: int = 9) -> Problem:
+    return next(problem for problem in found if problem.row.op == op and problem.row.taps == taps)
+
+
+def rows(capability: int) -> list[Row]:
+    """That a training step looks up on an architecture."""
+    return [problem.row._replace(kind=conv_tiles.kind(capability)) for problem in problems(256, 90)]
+
+
+def chosen(row: Row, images: int) -> Tile:
+    return conv_tiles.wgrad(row) if row.op == "weight gradient" else conv_tiles.conv(row, images)
 
 
 def table(*rows: str) -> dict:
@@ -49,7 +70,7 @@ def table(*rows: str) -> dict:
     return eval("{" + "\n".join(rows) + "}", {"ConvTile": ConvTile, "WgradTile": WgradTile})
 
 
-def constants(tile: tune.Tile) -> dict:
+def constants(tile: Tile) -> dict:
     """Those of a launch that tell tiles apart."""
     parts = [("BM0", "BM1"), ("BN0", "BN1")] if isinstance(tile, WgradTile) else [("BN0", "BN1")]
     sizes = (tile.rows, tile.columns) if isinstance(tile, WgradTile) else (tile.channels,)
@@ -57,53 +78,63 @@ def constants(tile: tune.Tile) -> dict:
     return found | {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
-def launched(run) -> list[Launch]:
+def launched(run, capability: int = 90) -> list[Launch]:
     found: list[Launch] = []
-    with FakeTensorMode(), OnGPU(found.append, 90):
+    with FakeTensorMode(), OnGPU(found.append, capability):
         run()
-    return [x for x in found if x.kernel.__name__ in ("conv_kernel", "wgrad_kernel")]
+    return products(found)
 
 
+def products(launches: list[Launch]) -> list[Launch]:
+    return [x for x in launches if x.kernel.__name__ in ("conv_kernel", "wgrad_kernel")]
+
+
+@no_kernels
 class TestProblems:
     def test_calls_are_all_that_a_step_makes(self):
-        launches = [x for x in launches_of("this project", PRESET, 256, "train") if x.kernel.__name__ in ("conv_kernel", "wgrad_kernel")]
-        assert sum(tune.calls_of(PRESET, 256, 90).values()) == len(launches)
-        assert sum(problem.flops for problem in problems(256, 90)) == sum(x.flops for x in launches)
+        launches = products(launches_of("this project", "digits", 8, "train"))
+        assert sum(calls_of("digits", 8, 90).values()) == len(launches)
+        assert sum(problem.flops for problem in problems(8, 90, "digits")) == sum(x.flops for x in launches)
+        (counted,) = (x["classes"] for x in counted_ledger(ROOT) if (x["candidate"], x["phase"]) == ("this project", "train"))
+        assert sum(problem.flops for problem in problems(256, 90)) == counted["convolution"]["flops"]
 
     def test_the_most_arithmetic_comes_first(self):
         found = problems(256, 90)
         assert len({problem.name for problem in found}) == len(found)
         order = [(problem.row.taps > 1, problem.flops) for problem in found]
-        assert order == sorted(order, reverse=True) and {problem.row.op for problem in found[:5]} == set(tune.WAYS.values())
+        assert order == sorted(order, reverse=True) and {problem.row.op for problem in found[:5]} == set(WAYS.values())
 
     def test_calls_are_made_as_in_the_step(self):
         """One after the other, and with the candidate."""
-        for problem in problems(8, 90):
+        for problem in problems(256, 90):
             tile = problem.candidates[-1]
             found = launched(lambda: problem.on(torch.device("cpu"))(tile))  # noqa: B023
             assert len(found) == len(problem.calls) and sum(x.flops for x in found) == sum(call.flops for call in problem.calls)
             assert all(constants(tile).items() <= x.options.items() for x in found)
 
 
+@no_kernels
 class TestCandidates:
-    @pytest.mark.parametrize("step", STEPS)
-    def test_are_tiles_that_fit(self, step):
-        for problem in problems(*step):
-            row, found = problem.row, problem.candidates
-            assert found[0] == chosen(problem) and len(set(found)) == len(found) >= 4, row
+    @every_step
+    def test_are_tiles_that_fit(self, images, capability):
+        for row in rows(capability):
+            found = candidates(row, images)
+            assert found[0] == chosen(row, images) and len(set(found)) == len(found) >= 4, row
             for tile in found:
-                bi, bh, bw = tile.box(row.height, row.width)[0] if isinstance(tile, WgradTile) else tile.box(row.height, row.width)
+                whole = row.taps == 16 and row.op == "forward"
+                bi, bh, bw = tile.box(row.height, row.width)[0] if isinstance(tile, WgradTile) else tile.box(row.height, row.width, whole)
                 assert bi * bh * bw <= tile.pixels and shared(tile, row.kind) <= SHARED[row.kind] and tile.stages >= 2
                 if isinstance(tile, ConvTile):
                     assert bi * bh * bw == tile.pixels and bh % max(4 // bi, 1) == 0, "quarters are whole rows"
                     assert sum(tile.channels) * tile.pixels <= 255 * 32 * tile.warps
+                    assert not (row.taps == 16 and row.op == "input gradient") or tile.pixels <= 128, "five loads would spill"
 
-    @pytest.mark.parametrize("step", STEPS)
-    def test_steps_are_those_of_the_lists(self, step):
+    @every_step
+    def test_steps_are_those_of_the_lists(self, images, capability):
         """Else the order of K would be another."""
-        for problem in problems(*step):
-            known = {(tiles[0].channels, tiles[0].block_k) for tiles in CONV[problem.row.kind]}
-            assert all((x.channels, x.block_k) in known for x in problem.candidates if isinstance(x, ConvTile))
+        for row in rows(capability):
+            known = {(tiles[0].channels, tiles[0].block_k) for tiles in CONV[row.kind]}
+            assert all((x.channels, x.block_k) in known for x in candidates(row, images) if isinstance(x, ConvTile))
 
     def test_shared_memory_is_what_the_gate_found(self):
         """Of each tile in the gate's table the most that a kernel needs."""
@@ -115,30 +146,47 @@ class TestCandidates:
                 names = ("BM0", "BM1", "BN0", "BN1", "num_warps", "num_stages")
                 key = ("mma" if line["arch"] == "sm_80" else "wgmma", pixels, *(int(facts.get(name, 0)) for name in names))
                 found[key] = max(found[key], int(line["shared"]))
-        held = 0
+        held = set()
         for kind in CONV:
             for tile in [*(tile for tiles in CONV[kind] for tile in tiles), *WGRAD[kind]]:
                 parts = (*tile.rows, *tile.columns) if isinstance(tile, WgradTile) else (0, 0, *tile.channels)
                 if most := found.get((kind, tile.pixels, *parts, tile.warps, tile.stages)):
                     assert most <= shared(tile, kind) <= most + BARRIERS, tile
-                    held += 1
-        assert held >= 15
+                    held.add((kind, tile))
+        assert len(held) >= 11 and {(kind, type(tile)) for kind, tile in held} == set(product(CONV, (ConvTile, WgradTile)))
+
+    @pytest.mark.torture
+    def test_shared_memory_is_enough_as_compiled(self):
+        """Of every candidate, with the calls that load the most in their epilogue."""
+        calls = [call for problem in problems(256, 90) for call in problem.calls]
+        calls.sort(key=lambda call: dict(call.arguments).get("epilogue") != "residual_silu_grad")
+        held = {}
+        for call, (images, capability) in product(calls, STEPS):
+            row = call.row._replace(kind=conv_tiles.kind(capability))
+            for tile in candidates(row, images):
+                key = row.kind, row.taps == 16, replace(tile, waves=3) if isinstance(tile, WgradTile) else tile
+                if key not in held:
+                    (launch,) = launched(lambda: call.on(torch.device("cpu"))(tile), capability)  # noqa: B023
+                    held[key] = job(launch, capability), shared(tile, row.kind)
+        with workers() as pool:
+            found = compile_all(pool, list({x for x, _ in held.values()}))
+        assert not {key: (found[x], most) for key, (x, most) in held.items() if not 0 < found[x].shared <= most}
 
 
+@no_kernels
 class TestRows:
-    @pytest.mark.parametrize("step", STEPS)
-    def test_make_a_candidate_the_choice(self, step, monkeypatch):
+    @every_step
+    def test_make_a_candidate_the_choice(self, images, capability, monkeypatch):
         """Whatever the batch, of the same channels and steps; of other rows nothing changes."""
-        found = problems(*step)
-        before = [chosen(problem) for problem in found]
-        for i, problem in enumerate(found):
-            for tile in problem.candidates:
-                monkeypatch.setattr(conv_tiles, "TUNED", table(table_row(problem.row, tile, problem.images)))
-                assert chosen(problem) == tile
+        before = {row: chosen(row, images) for row in rows(capability)}
+        for row in before:
+            for tile in candidates(row, images):
+                monkeypatch.setattr(conv_tiles, "TUNED", table(table_row(row, tile, images)))
+                assert chosen(row, images) == tile
                 if isinstance(tile, ConvTile):
-                    steps = {(x.channels, x.block_k) for x in (chosen(problem, images) for images in BATCHES)}
-                    assert steps == {(tile.channels, tile.block_k)}
-            assert [chosen(other) for other in found if other is not problem] == before[:i] + before[i + 1 :]
+                    assert conv_tiles.allowed(row, conv_tiles.TUNED[row]) == conv_tiles.TUNED[row]
+                    assert {(x.channels, x.block_k) for x in (chosen(row, n) for n in BATCHES)} == {(tile.channels, tile.block_k)}
+            assert {other: chosen(other, images) for other in before if other != row}.items() <= before.items()
             monkeypatch.setattr(conv_tiles, "TUNED", {})
 
     def test_a_row_is_amended_for_another_batch(self, monkeypatch):
@@ -152,7 +200,7 @@ class TestRows:
             assert (conv_tiles.conv(row, 1), conv_tiles.conv(row, 256)) == (small, large)
 
     def test_are_looked_up_by_launches(self, monkeypatch):
-        for problem in problems(8, 90):
+        for problem in problems(256, 90):
             monkeypatch.setattr(conv_tiles, "TUNED", {})
             present, *others = problem.candidates
             tile = next(tile for tile in others if constants(tile) != constants(present))
@@ -175,6 +223,7 @@ class TestRows:
         assert lists and all(len({(tile.channels, tile.block_k) for tile in tiles}) == 1 for tiles in lists)
         for row, value in conv_tiles.TUNED.items():
             assert isinstance(value, WgradTile) == (row[1] == "weight gradient"), row
+            assert isinstance(value, WgradTile) or conv_tiles.allowed(conv_tiles.Row(*row), value) == value, row
 
 
 def sums(x, tile, **others):
@@ -182,6 +231,7 @@ def sums(x, tile, **others):
     return x.float().sum()
 
 
+@no_kernels
 class TestRehearsal:
     """With times made up by tile: the later a candidate, the quicker."""
 
@@ -190,7 +240,7 @@ class TestRehearsal:
     @pytest.fixture
     def found(self, monkeypatch):
         """Problems whose calls are `sums`, of which the last candidate is wrong and the one before fails."""
-        found = [heaviest(op, problems(8, 90, "digits")) for op in tune.WAYS.values()]
+        found = [heaviest(op, problems(8, 90, "digits")) for op in WAYS.values()]
         bad = [problem.candidates[-1] for problem in found], [problem.candidates[-2] for problem in found]
 
         def planted(x, tile, **others):
@@ -198,7 +248,7 @@ class TestRehearsal:
                 raise RuntimeError("out of resources")
             return sums(x, tile) * (1.01 if tile in bad[0] else 1)
 
-        monkeypatch.setattr(tune, "FUNCTIONS", dict.fromkeys(tune.FUNCTIONS, planted))
+        monkeypatch.setattr(bench.problems, "FUNCTIONS", dict.fromkeys(bench.problems.FUNCTIONS, planted))
         return found
 
     @pytest.fixture
@@ -212,10 +262,11 @@ class TestRehearsal:
             return [Timing(1 - i / 100, 1 - i / 100 - spread, 1 - i / 100 + spread, 20) for i in range(len(runs))]
 
         monkeypatch.setattr(runner, "measure_in_turn", timings)
+        monkeypatch.setattr(runner, "_free", lambda device: None)  # takes its time
         return rounds
 
     def test_the_quickest_of_the_right_is_recommended(self, found, times, tmp_path, capsys, monkeypatch):
-        tune.measure(found, tune.tune_cases(found, needs_gpu=False), tmp_path, 60, 3)
+        tune.measure(found, tmp_path, 60, 3)
         lines, _, rows = capsys.readouterr().out.partition("\n\n")
         recommended = table(*rows.splitlines()[1:])
         for problem, told in zip(found, lines.splitlines(), strict=True):
@@ -230,11 +281,11 @@ class TestRehearsal:
         assert recommended.keys() == {problem.row for problem in found} and "8 images: 1000.000 → " in rows
         best = {problem: problem.candidates[-3] for problem in found}
         monkeypatch.setattr(conv_tiles, "TUNED", recommended)
-        assert {problem: chosen(problem) for problem in found} == best
+        assert {problem: chosen(problem.row, problem.images) for problem in found} == best
 
     def test_a_gain_within_the_noise_is_no_row(self, found, times, tmp_path, capsys):
         self.spread = 0.75
-        tune.measure(found, tune.tune_cases(found, needs_gpu=False), tmp_path, 60, 3)
+        tune.measure(found, tmp_path, 60, 3)
         out = capsys.readouterr().out
         assert out.count("within the noise") == len(found) and "No tile is quicker" in out and "TUNED" not in out
 
@@ -246,8 +297,8 @@ class TestRehearsal:
                 raise RuntimeError("no luck")
             return sums(x, tile)
 
-        monkeypatch.setattr(tune, "FUNCTIONS", dict.fromkeys(tune.FUNCTIONS, failing))
-        tune.measure(found[:1], tune.tune_cases(found[:1], needs_gpu=False), tmp_path, 60, 3)
+        monkeypatch.setattr(bench.problems, "FUNCTIONS", dict.fromkeys(bench.problems.FUNCTIONS, failing))
+        tune.measure(found[:1], tmp_path, 60, 3)
         out = capsys.readouterr().out
         assert f"present {text(first)} failed" in out and "quickest" not in out and "TUNED" not in out
 
@@ -261,40 +312,48 @@ class TestRehearsal:
 
         monkeypatch.setattr(runner, "measure_in_turn", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            tune.measure(found, tune.tune_cases(found, needs_gpu=False), tmp_path, 60, 3)
+            tune.measure(found, tmp_path, 60, 3)
         first, second = (json.loads((tmp_path / f"{problem.name.replace('/', '_')}.json").read_text()) for problem in found[:2])
         assert "median" in first["candidates"][text(found[0].candidates[-3])] and "torch" in first["machine"]
         assert not any("median" in facts for facts in second["candidates"].values())
         assert table(*capsys.readouterr().out.partition("\n\n")[2].splitlines()[1:]).keys() == {found[0].row}
 
     def test_budget(self, found, times, tmp_path, capsys):
-        tune.measure(found, tune.tune_cases(found, needs_gpu=False), tmp_path, 1e-9, 3)
+        tune.measure(found, tmp_path, 1e-9, 3)
         assert not times and not list(tmp_path.iterdir()) and "left out" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not INTERPRET, reason="about kernels")
-@pytest.mark.parametrize("op", tune.WAYS.values())
-def test_candidates_agree(op, tmp_path, monkeypatch):
+@pytest.mark.parametrize("taps", [9, 16])
+@pytest.mark.parametrize("op", WAYS.values())
+def test_candidates_agree(op, taps, tmp_path, monkeypatch):
     """The kernels themselves: whatever the tile, the result is the present one's."""
     monkeypatch.setattr(runner, "measure_in_turn", lambda runs, *args, **kwargs: [Timing(1, 1, 1, 1)] * len(runs))
-    problem = heaviest(op, problems(1, 90, "digits"))
-    tune.measure([problem], tune.tune_cases([problem], needs_gpu=False), tmp_path, 60, 1)
+    problem = heaviest(op, problems(1, 90, "digits"), taps)
+    tune.measure([problem], tmp_path, 60, 1)
     (path,) = tmp_path.iterdir()
     facts = json.loads(path.read_text())["candidates"]
     assert facts.keys() == {text(tile) for tile in candidates(problem.row, 1)}
     assert all("median" in x and x["error"] < tune.TOLERANCE for x in facts.values()), facts
 
 
-def test_in_processes_of_their_own(tmp_path, capsys, monkeypatch):
-    """All but the GPU: what compiles, what measures, the result. Where kernels cannot run the present tile fails."""
-    monkeypatch.setattr(tune, "WORKERS", 1)
-    (problem,) = (x for x in problems(1, 90, "digits") if x.name == "tune/conv1x1/forward/n1-4x4-64-64")
-    tune.run([problem], tmp_path, 100, 90, runs=3, needs_gpu=False)
-    (path,) = tmp_path.iterdir()
-    facts = json.loads(path.read_text())["candidates"]
-    assert list(facts) == [text(tile) for tile in problem.candidates]
-    assert all(("median" in x) == INTERPRET and ("failure" in x) != INTERPRET for x in facts.values())
-    assert capsys.readouterr().out.startswith(f"{problem.name}  present {text(problem.candidates[0])}")
+@no_kernels
+class TestDryRun:
+    def test_rehearses_all_kinds(self):
+        assert {(x.row.taps, x.row.op) for x in small(90)} == set(product((1, 9, 16), WAYS.values()))
+
+    def test_in_a_process_of_its_own(self, tmp_path, monkeypatch):
+        """All but the GPU and what compiles for it: the kernels, the times, the file, the rows."""
+        monkeypatch.chdir(tmp_path)
+        environment = dict(os.environ)
+        result = CliRunner().invoke(main, ["tune", "--dry-run", "--only=conv1x1/forward"])
+        (problem,) = (x for x in small(90) if "conv1x1/forward" in x.name)
+        (path,) = (tmp_path / "out" / "rehearsal" / "tune").iterdir()
+        facts = json.loads(path.read_text())["candidates"]
+        assert list(facts) == [text(tile) for tile in problem.candidates] and all(x["median"] > 0 for x in facts.values())
+        assert result.exit_code == 0 and "rehearsal" in result.stdout.splitlines()[0]
+        assert result.stdout.splitlines()[1].startswith(f"{problem.name}  present {text(problem.candidates[0])}")
+        assert os.environ == environment
 
 
 def hang_or_fail(problem, tile, capability):
@@ -304,31 +363,54 @@ def hang_or_fail(problem, tile, capability):
     raise RuntimeError("no luck")
 
 
+@no_kernels
 class TestCompilers:
-    def test_nothing_goes_on_beside_the_measurement(self, monkeypatch):
-        """Where a compilation hangs all are ended, and those of the next problem start anew; one that fails is at an end."""
+    def test_nothing_goes_on_beside_the_measurement(self, monkeypatch, capsys):
+        """Where a compilation hangs all are ended, and those of the next problem start anew; where all fail it is told."""
         monkeypatch.setattr(tune, "WORKERS", 1)
+        failing, hanging = small(90)[0], problems(8, 90, "digits")[0]
         with tune.Compilers(90, hang_or_fail) as compilers:
             start = time.monotonic()
-            assert not compilers(problems(8, 90)[0], start + 3) and time.monotonic() - start < 15
+            assert not compilers(hanging, start + 0.5) and time.monotonic() - start < 15
             assert not multiprocessing.active_children()
-            assert compilers(problems(256, 90)[0], time.monotonic() + 60)
+            assert compilers(failing, time.monotonic() + 60)
         assert not multiprocessing.active_children()
+        assert capsys.readouterr().err == f"{failing.name}: nothing compiled ahead: no luck\n"
 
-    @pytest.mark.skipif(INTERPRET, reason="kernels of the interpreter do not compile")
+    def test_a_problem_is_compiled_then_measured(self, tmp_path, monkeypatch):
+        """On a GPU."""
+        done = []
+
+        class Recorder(ExitStack):
+            def __call__(self, x, *args):
+                done.append((type(x), x.name))
+                return blank(x) | {"candidates": {"present": {"failure": "no GPU"}}} if isinstance(x, Case) else True
+
+        monkeypatch.setattr(tune, "this_device", lambda: torch.device("cuda"))
+        monkeypatch.setattr(tune, "Compilers", lambda capability: Recorder())
+        monkeypatch.setattr(tune, "Isolated", lambda source, limit, deadline: Recorder())
+        tune.run(small(90)[:2], tmp_path, 60, 90)
+        assert done == [(kind, problem.name) for problem in small(90)[:2] for kind in (Problem, Case)]
+
     def test_what_a_candidate_launches_is_compiled(self, monkeypatch):
         warmed = []
         monkeypatch.setattr(tune, "warm", warmed.append)
         problem = problems(256, 90)[0]
         tile = problem.candidates[-1]
         tune.compile_candidate(problem, tile, 90)
-        products = [x for x in warmed if x.kernel.__name__ == "conv_kernel"]
         epilogues = {dict(call.arguments).get("epilogue", "sum") for call in problem.calls}
-        assert {x.options["EPILOGUE"] for x in products} == epilogues and len(warmed) == len({tune.warm_key(x) for x in warmed})
-        assert all(constants(tile).items() <= x.options.items() for x in products)
+        assert {x.options["EPILOGUE"] for x in products(warmed)} == epilogues and len(warmed) == len({tune.warm_key(x) for x in warmed})
+        assert all(constants(tile).items() <= x.options.items() for x in products(warmed))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu():
-    result = CliRunner().invoke(main, ["tune", "--budget=1"])
-    assert result.exit_code == 1 and result.output == "Error: tune measures on a GPU, and there is none here\n"
+@no_kernels
+class TestCommand:
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_without_a_gpu(self):
+        result = CliRunner().invoke(main, ["tune", "--budget=1"])
+        assert result.exit_code == 1
+        assert result.output == "Error: tune measures on a GPU, and there is none here; --dry-run rehearses it anywhere\n"
+
+    def test_nothing_of_that_name(self):
+        result = CliRunner().invoke(main, ["tune", "--dry-run", "--only=conv5x5"])
+        assert result.exit_code == 1 and result.output.startswith("Error: no convolution's name contains 'conv5x5'; names are like tune/")

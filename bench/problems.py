@@ -1,0 +1,133 @@
+"""The convolutions of a training step as it calls them: what there is to tune.
+
+A step is traced on fake tensors for its calls of `convolve` and `weight_gradient`. Calls that share a row of the table of
+tiles are one problem: a tile makes each of them once, with the epilogues, strides and sources that they have in the network.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from bench.candidates import Tile, candidates
+from bench.convs import WAYS
+from bench.ledger import launches_of
+from kernels import conv_tiles, conv_triton
+from kernels.conv_tiles import Row
+from kernels.convolve import convolve
+from kernels.wgrad import weight_gradient
+
+FUNCTIONS: dict[str, Callable] = {"convolve": convolve, "weight_gradient": weight_gradient}
+LEFT_OUT = {"later", "sums", "training"}  # sums run at once, and kernels compute
+KINDS = {16: "conv3x3-up", 9: "conv3x3", 1: "conv1x1"}  # by taps
+
+
+class Memory(NamedTuple):
+    """What stands for a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Random; a weight, which has three axes, with rows of about unit norm."""
+        size = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.stride))
+        x = torch.randn(size, dtype=self.dtype, device=device)
+        x = x / math.sqrt(self.shape[0] * self.shape[2]) if len(self.shape) == 3 else x
+        return x.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of `convolve` or `weight_gradient`, the row that it looks up, and its arguments with Memory in place of tensors."""
+
+    function: str
+    row: Row
+    arguments: tuple[tuple[str, Any], ...]
+
+    @property
+    def images(self) -> int:
+        return dict(self.arguments)["x"].shape[0]
+
+    @property
+    def flops(self) -> int:
+        sources = dict(self.arguments).get("sources", ())
+        weights = self.row.taps * self.row.depth * self.row.channels + sum(math.prod(source.w.shape) for source in sources)
+        return 2 * self.images * self.row.height * self.row.width * weights
+
+    def on(self, device: torch.device) -> Callable[[Tile], Any]:
+        """The call as a function of the tile."""
+        given = tree_map_only(Memory, lambda x: x.tensor(device), dict(self.arguments), is_leaf=lambda x: isinstance(x, Memory))
+        return lambda tile: FUNCTIONS[self.function](**given, tile=tile)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Distinct calls that share a row, and the FLOPs that a step spends on it."""
+
+    row: Row
+    calls: tuple[Call, ...]
+    flops: int
+
+    @property
+    def images(self) -> int:
+        return self.calls[0].images
+
+    @property
+    def name(self) -> str:
+        row, way = self.row, next(way for way, op in WAYS.items() if op == self.row.op)
+        return f"tune/{KINDS[row.taps]}/{way}/n{self.images}-{row.height}x{row.width}-{row.depth}-{row.channels}"
+
+    @property
+    def candidates(self) -> list[Tile]:
+        return candidates(self.row, self.images)
+
+    def on(self, device: torch.device) -> Callable[[Tile], list[Any]]:
+        calls = [call.on(device) for call in self.calls]
+        return lambda tile: [call(tile) for call in calls]
+
+
+def problems(preset: str, batch: int, capability: int) -> list[Problem]:
+    """Of a training step: 3×3 first, the most arithmetic first."""
+    calls: dict[Row, Counter[Call]] = defaultdict(Counter)
+    for call, count in calls_of(preset, batch, capability).items():
+        calls[call.row][call] = count
+    found = [Problem(row, tuple(uses), sum(call.flops for call in uses.elements())) for row, uses in calls.items()]
+    return sorted(found, key=lambda problem: (problem.row.taps == 1, -problem.flops))
+
+
+def small_problems(capability: int) -> list[Problem]:
+    """Of the digits, the least of each kind and way: for Triton's interpreter."""
+    return list({problem.name.rpartition("/")[0]: problem for problem in problems("digits", 1, capability)}.values())
+
+
+def calls_of(preset: str, batch: int, capability: int) -> Counter[Call]:
+    """Distinct calls in a training step, and how often each is made."""
+    calls: Counter[Call] = Counter()
+
+    def recorded(name: str, function: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with patch.object(conv_tiles, "row", wraps=conv_tiles.row) as asked:
+                result = function(*args, **kwargs)
+            row = conv_tiles.row(*asked.call_args.args)
+            given = signature(function).bind(*args, **kwargs).arguments
+            given = {key: tuple(x) if isinstance(x, list) else x for key, x in given.items() if key not in LEFT_OUT}
+            given = tree_map_only(Tensor, lambda x: Memory(tuple(x.shape), x.stride(), x.dtype), given)
+            calls[Call(name, row, tuple(sorted(given.items())))] += 1
+            return result
+
+        return run
+
+    with ExitStack() as stack:
+        for name, function in FUNCTIONS.items():
+            stack.enter_context(patch.object(conv_triton, name, recorded(name, function)))
+        launches_of("this project", preset, batch, "train", capability)
+    return calls
