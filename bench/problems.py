@@ -5,11 +5,13 @@ tiles are one problem: a tile makes each of them once, with the epilogues, strid
 """
 
 import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import signature
+from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -20,9 +22,10 @@ from torch.utils._pytree import tree_map_only
 from bench.candidates import Tile, candidates
 from bench.convs import WAYS
 from bench.ledger import launches_of
-from kernels import conv_tiles, conv_triton
+from kernels import conv_tiles
 from kernels.conv_tiles import Row
 from kernels.convolve import convolve
+from kernels.jit import Launch, recording
 from kernels.wgrad import weight_gradient
 
 FUNCTIONS: dict[str, Callable] = {"convolve": convolve, "weight_gradient": weight_gradient}
@@ -47,21 +50,13 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """Of `convolve` or `weight_gradient`, the row that it looks up, and its arguments with Memory in place of tensors."""
+    """Of `convolve` or `weight_gradient`: the row that it looks up, and its arguments with Memory in place of tensors."""
 
     function: str
-    row: Row
     arguments: tuple[tuple[str, Any], ...]
-
-    @property
-    def images(self) -> int:
-        return dict(self.arguments)["x"].shape[0]
-
-    @property
-    def flops(self) -> int:
-        sources = dict(self.arguments).get("sources", ())
-        weights = self.row.taps * self.row.depth * self.row.channels + sum(math.prod(source.w.shape) for source in sources)
-        return 2 * self.images * self.row.height * self.row.width * weights
+    row: Row
+    images: int
+    flops: int
 
     def on(self, device: torch.device) -> Callable[[Tile], Any]:
         """The call as a function of the tile."""
@@ -115,19 +110,27 @@ def calls_of(preset: str, batch: int, capability: int) -> Counter[Call]:
 
     def recorded(name: str, function: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with patch.object(conv_tiles, "row", wraps=conv_tiles.row) as asked:
+            launches: list[Launch] = []
+            with recording(launches.append, capability), patch.object(conv_tiles, "row", wraps=conv_tiles.row) as asked:
                 result = function(*args, **kwargs)
-            row = conv_tiles.row(*asked.call_args.args)
             given = signature(function).bind(*args, **kwargs).arguments
-            given = {key: tuple(x) if isinstance(x, list) else x for key, x in given.items() if key not in LEFT_OUT}
+            given = {key: _frozen(x) for key, x in given.items() if key not in LEFT_OUT}
             given = tree_map_only(Tensor, lambda x: Memory(tuple(x.shape), x.stride(), x.dtype), given)
-            calls[Call(name, row, tuple(sorted(given.items())))] += 1
+            row = conv_tiles.row(*asked.call_args.args)
+            flops = sum(launch.flops for launch in launches)
+            calls[Call(name, tuple(sorted(given.items())), row, given["x"].shape[0], flops)] += 1
             return result
 
         return run
 
     with ExitStack() as stack:
-        for name, function in FUNCTIONS.items():
-            stack.enter_context(patch.object(conv_triton, name, recorded(name, function)))
+        modules = [module for path, module in sys.modules.items() if path.startswith("kernels.")]
+        for (name, function), module in product(FUNCTIONS.items(), modules):
+            if getattr(module, name, None) is function:
+                stack.enter_context(patch.object(module, name, recorded(name, function)))
         launches_of("this project", preset, batch, "train", capability)
     return calls
+
+
+def _frozen(x: Any) -> Any:
+    return tuple(map(_frozen, x)) if isinstance(x, list) else x
