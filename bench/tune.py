@@ -57,7 +57,7 @@ def measure(found: Sequence[Problem], outdir: Path, budget: float, runs: int, ru
         results.append(result)
         return line(result)
 
-    click.echo(f"{len(found)} rows of the table to tune, a line for each that is done", err=True)
+    click.echo(f"Rows of the table to tune: {len(found)}. A line for each that is done:", err=True)
     try:
         run_cases(takewhile(lambda _: time.monotonic() < deadline, tune_cases(found)), outdir, budget, runs, run, tell)
     finally:
@@ -168,5 +168,6 @@ def rows(found: Sequence[Problem], results: Sequence[Result]) -> str:
             lines.append(f"    # {device}: {before:.3f} → {after:.3f} ms, {gain(result, best)}")
             lines.append(f"    {table_row(problem.row, tile, problem.images)}")
     if not lines:
-        return "No tile is quicker than the present one beyond the noise: 20 to 80 percentiles that lie apart."
+        timed = sum(quickest(result) is not None for result in results)
+        return f"No tile is quicker than the present one beyond the noise (20 to 80 percentiles that lie apart). Rows timed: {timed}"
     return "\n".join(["Rows for kernels.conv_tiles.TUNED, of tiles whose 20 to 80 percentiles lie below the present one's:", *lines])

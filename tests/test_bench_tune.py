@@ -288,6 +288,7 @@ class TestRehearsal:
         tune.measure(found, tmp_path, 60, 3)
         out = capsys.readouterr().out
         assert out.count("within the noise") == len(found) and "No tile is quicker" in out and "TUNED" not in out
+        assert out.endswith(f"Rows timed: {len(found)}\n")
 
     def test_without_the_present_tile_nothing_is_recommended(self, found, times, tmp_path, capsys, monkeypatch):
         first = found[0].candidates[0]
@@ -320,7 +321,8 @@ class TestRehearsal:
 
     def test_budget(self, found, times, tmp_path, capsys):
         tune.measure(found, tmp_path, 1e-9, 3)
-        assert not times and not list(tmp_path.iterdir()) and "left out" in capsys.readouterr().err
+        out, err = capsys.readouterr()
+        assert not times and not list(tmp_path.iterdir()) and "3 of 3 rows left out, 100%" in err and out.endswith("Rows timed: 0\n")
 
 
 @pytest.mark.skipif(not INTERPRET, reason="about kernels")
