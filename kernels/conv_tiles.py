@@ -102,7 +102,7 @@ def kind(capability: int) -> str:
 
 
 def library(itemsize: int) -> bool:
-    """Does the library convolve? In fp32: at full precision tensor cores compute nothing, and nothing is to be gained."""
+    """Does the library convolve, whatever the table? In fp32: at full precision tensor cores compute nothing."""
     return itemsize == 4
 
 

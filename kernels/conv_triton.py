@@ -4,14 +4,10 @@ Of `conv_sum`, the gradient of the residual is what its other gradients read: th
 times MP-Sum's factor. The branches leave the clip's derivative to those who read their results.
 """
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import conv_tiles, eager
+from kernels import eager
 from kernels.attention import cosine_attention_backward_triton, cosine_attention_triton
 from kernels.convolve import Source, convolve
 from kernels.jit import is_recording
@@ -25,17 +21,6 @@ from kernels.wgrad import weight_gradient
 ALIGNMENT = 16  # bytes, of every row that a descriptor reaches
 
 
-def by_table(op: Callable) -> Callable:
-    """The library's convolutions in place of kernels, where the table of tiles says so; then all of the op is `kernels.eager`."""
-
-    @wraps(op)
-    def run(x: Tensor, *args: Any) -> Any:
-        return getattr(eager, op.__name__)(x, *args) if conv_tiles.library(x.element_size()) else op(x, *args)
-
-    return run
-
-
-@by_table
 def conv(x: Tensor, w: Tensor, master: Tensor | None = None) -> Tensor:
     """Any number of channels: they are padded to whole 16 bytes, which few, in the first and the last layer, cost little."""
     channels = w.shape[1]
@@ -43,7 +28,6 @@ def conv(x: Tensor, w: Tensor, master: Tensor | None = None) -> Tensor:
     return y if y.shape[3] == channels else y[..., :channels].contiguous()
 
 
-@by_table
 def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tuple[Tensor, Tensor]:
     (taps, rows, columns), g = w.shape, _dense(_padded(g))
     dw = weight_gradient(g, _dense(_padded(x)), taps)
@@ -55,30 +39,25 @@ def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tupl
     return dx if dx.shape == x.shape else dx[..., :columns].contiguous(), dw
 
 
-@by_table
 def conv_silu(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
     v, u = convolve(_dense(x), _dense(w), "silu", m=_rows(m), with_extra=saves, training=saves)
     return v, v.new_empty(0) if u is None else u
 
 
-@by_table
 def conv_silu_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     du, dm = modulated_silu_backward(g, u, m.contiguous())
     return *conv_backward(du, x, w), dm
 
 
-@by_table
 def conv_silu_up(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
     return conv_silu(x, w, master, m, saves)
 
 
-@by_table
 def conv_silu_up_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     du, dm = modulated_silu_backward(g, u, m.contiguous())
     return convolve(du, _dense(w), transposed=True)[0], weight_gradient(du, _dense(x), w.shape[0]), dm
 
 
-@by_table
 def conv_sum(x: Tensor, w: Tensor, master: Tensor | None, residual: Tensor, t: float, clip: float | None) -> Tensor:
     return _sum(x, w, residual, t, clip)
 
@@ -89,7 +68,6 @@ def _sum(x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | None, t
     return convolve(_dense(x), _dense(w), aux=_dense(residual), **factors, training=training)[0]
 
 
-@by_table
 def conv_sum_backward(
     g: Tensor, x: Tensor, w: Tensor, y: Tensor | None, t: float, clip: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,7 +77,6 @@ def conv_sum_backward(
     return dx, weight_gradient(g, _dense(x), w.shape[0], factor), g
 
 
-@by_table
 def conv_cat_sum(
     x: Tensor, w: Tensor, master: Tensor | None, a: Tensor, b: Tensor, w_skip: Tensor, master_skip: Tensor | None,
     cat_t: float, t: float, clip: float | None,
@@ -111,7 +88,6 @@ def conv_cat_sum(
     return convolve(_dense(x), _dense(w), sources=sources, scale=scale_conv, clip=clip)[0]
 
 
-@by_table
 def conv_cat_sum_backward(
     g: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, y: Tensor | None, cat_t: float,
     t: float, clip: float | None,
@@ -120,7 +96,6 @@ def conv_cat_sum_backward(
     return dx, dw, *_skip_backward(g, a, b, w_skip, cat_t)
 
 
-@by_table
 def residual_branch_norm(
     x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
     t: float, clip: float | None, down: bool, saves: bool,
@@ -130,7 +105,6 @@ def residual_branch_norm(
     return _sum(v, w1, n, t, clip, training=saves), *eager.saved(saves, n, s, rms, v, u)
 
 
-@by_table
 def residual_branch_norm_backward(
     g: Tensor, w0: Tensor, m: Tensor, w1: Tensor, n: Tensor, s: Tensor, rms: Tensor, v: Tensor, u: Tensor,
     t: float, down: bool,
@@ -141,7 +115,6 @@ def residual_branch_norm_backward(
     return pixel_norm_silu_backward_triton(g, ds, n, rms, down, scale), dw0, dm, dw1
 
 
-@by_table
 def residual_branch_silu(
     x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
     t: float, clip: float | None, clip_x: float | None, saves: bool,
@@ -151,7 +124,6 @@ def residual_branch_silu(
     return _sum(v, w1, x, t, clip, training=saves), *eager.saved(saves, s, v, u)
 
 
-@by_table
 def residual_branch_silu_backward(
     g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -162,7 +134,6 @@ def residual_branch_silu_backward(
     return convolve(du, _dense(w0), "residual_silu_grad", transposed=True, **main, training=True)[0], dw0, dm, dw1
 
 
-@by_table
 def residual_branch_up(
     x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
     t: float, clip: float | None, clip_x: float | None, saves: bool,
@@ -170,14 +141,12 @@ def residual_branch_up(
     return residual_branch_silu(x, w0, master0, m, w1, master1, t, clip, clip_x, saves)  # by w0 and the sizes, convolutions up-sample
 
 
-@by_table
 def residual_branch_up_backward(
     g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return residual_branch_silu_backward(g, x, w0, m, w1, s, v, u, t, clip_x)
 
 
-@by_table
 def residual_branch_cat(
     a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
     w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, clip_a: float | None, saves: bool,
@@ -187,7 +156,6 @@ def residual_branch_cat(
     return conv_cat_sum(v, w1, master1, a, b, w_skip, master_skip, cat_t, t, clip), *eager.saved(saves, s, v, u)
 
 
-@by_table
 def residual_branch_cat_backward(
     g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
     cat_t: float, t: float, clip_a: float | None,
@@ -221,10 +189,6 @@ def attention_branch(
 def attention_branch_backward(
     g: Tensor, x: Tensor, w_qkv: Tensor, w_proj: Tensor, qkv: Tensor, v: Tensor, lse: Tensor, heads: int, t: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if conv_tiles.library(x.element_size()):
-        dv, dw_proj, dresidual = eager.conv_sum_backward(g, v, w_proj, None, t, None)
-        dx, dw_qkv = eager.conv_backward(cosine_attention_backward_triton(dv, qkv, v, lse, heads), x, w_qkv)
-        return dx.add_(dresidual), dw_qkv, dw_proj
     scale, scale_conv = eager.sum_scales(t)
     dw_proj = weight_gradient(g, v, 1, scale_conv)
     dv, _ = convolve(g, _dense(w_proj), transposed=True, scale=scale_conv)

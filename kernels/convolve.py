@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import conv_tiles, library
 from kernels.conv_tiles import ConvTile
+from kernels.epilogue import epilogue_kernel
 from kernels.implicit_gemm import conv_kernel
 from kernels.jit import capability, descriptor, launch
 from kernels.sums import Sums, sum_parts
@@ -46,8 +47,9 @@ def convolve(
     """y and extra, or y and dm, of an epilogue (see `finish`).
 
     x `[N, H, W, K]`, w `[9 or 1, C, K]` (for the input gradient `transposed`, `[9 or 1, K, C]`), m `[N, C]`, aux
-    and act `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added before the scale. In training the library
-    may convolve, where the table of tiles says so. dm is there at once, or when the sums of `later` have run.
+    and act `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added before the scale. dm is there at once,
+    or when the sums of `later` have run. In fp32, and in training where the table of tiles says so, the library convolves,
+    and `epilogue_kernel` does the rest.
 
     With a w of 16 taps (see `reference.up_weight`), y and extra are `[N, 2H, 2W, C]`; if transposed x and aux are, and y is not.
     An aux `[N, H/2, W/2, C]` is up-sampled.
@@ -58,11 +60,17 @@ def convolve(
         up = "gradient" if transposed else "output"
     if up == "gradient":
         height, width = height // 2, width // 2
+    by_library = conv_tiles.library(x.element_size())
+    if training and not sources and w.shape[0] != 16:
+        op = "input gradient" if transposed else "forward"
+        by_library |= conv_tiles.by_library(capability(x), op, w.shape[0], height, width, depth, channels)
+    u = _library(x, w, transposed, sources) if by_library else None
+    if by_library and up == "output":  # of what follows, nothing up-samples
+        height, width, up = 2 * height, 2 * width, None
+    if by_library and epilogue == "sum" and aux is None and clip is None and not with_extra:
+        return u if scale == 1 else u.mul_(scale), None
     double = 2 if up == "output" else 1
     tile = tile or conv_tiles.conv(capability(x), n * height * width * double**2, channels, five_loads=up == "gradient")
-    op = "input gradient" if transposed else "forward"
-    taken = training and not sources and w.shape[0] != 16
-    by_library = taken and conv_tiles.by_library(capability(x), op, w.shape[0], height, width, depth, channels)
     bi, bh, bw = tile.box(height, width, whole=up == "output")
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
 
@@ -75,9 +83,9 @@ def convolve(
     constants = dict(C=channels, EPILOGUE=epilogue, CLIP=clip, UP=up, BI=bi, BH=bh, BW=bw)
     tiles = triton.cdiv(n, bi) * tiles_image
     if by_library:
-        u, block = library.convolution(x, w, transposed), tile.channels[0]
+        block = tile.channels[0]
         launch(
-            library.epilogue_kernel, (tiles * triton.cdiv(channels, block),), u, y, extra, aux, act, m, sums, *sizes,
+            epilogue_kernel, (tiles * triton.cdiv(channels, block),), u, y, extra, aux, act, m, sums, *sizes,
             **constants, BN=block, num_warps=tile.warps,
         )  # fmt: skip
     else:
@@ -87,6 +95,13 @@ def convolve(
     dm = m.new_empty(m.shape)
     (sum_parts if later is None else later.add)(sums, dm)
     return y, dm
+
+
+def _library(x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source]) -> Tensor:
+    u = library.convolution(x, w, transposed)
+    for source in sources:
+        u.flatten(0, 2).addmm_(source.x.flatten(0, 2), source.w[0].T)
+    return u
 
 
 def _launch_kernel(

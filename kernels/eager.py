@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import reference
+from kernels import library, reference
 from kernels.reference import EPS, SILU_SCALE, cat_scales
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ def linear_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def conv(x: Tensor, w: Tensor, master: Tensor | None = None) -> Tensor:
-    return reference.conv(x, w).contiguous()
+    return library.convolution(x, w)
 
 
 def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tuple[Tensor, Tensor]:
@@ -92,16 +92,8 @@ def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tupl
 
 def _conv_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1, with_dx: bool = True) -> tuple[Tensor, Tensor]:
     """dx and `scale` · dw."""
-    if w.shape[0] == 1:
-        dx, dw = linear_backward(g, x, w)
-        return dx, dw.mul_(scale)
-    if x.numel() == 0:
-        return torch.empty_like(x), w.new_zeros(w.shape, dtype=wide(w.dtype))
-    kernel, one = w.permute(1, 2, 0).unflatten(2, (3, 3)), [1, 1]
-    g, x = g.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2)
-    dx, dk, _ = aten.convolution_backward(g, x, kernel, None, one, one, one, False, [0, 0], 1, [with_dx, True, False])
-    dx = dx.permute(0, 2, 3, 1).contiguous() if with_dx else g.new_empty(0)
-    return dx, dk.flatten(2).to(wide(w.dtype)).mul_(scale).permute(2, 0, 1).contiguous()
+    dx = library.convolution(g, w, transposed=True) if with_dx else g.new_empty(0)
+    return dx, library.weight_gradient(g, x, w.shape[0]).to(wide(w.dtype)).mul_(scale).contiguous()
 
 
 def gradient_like(w: Tensor) -> Tensor:
@@ -121,13 +113,11 @@ def conv_silu_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) ->
 
 
 def conv_silu_up(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
-    u = reference.conv_up(x, w).contiguous()
-    return F.silu(u * m[:, None, None], inplace=True).mul_(SILU_SCALE), u if saves else u.new_empty(0)
+    return conv_silu(x, w, master, m, saves)
 
 
 def conv_silu_up_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    du, dm = _modulated_backward(g, u, m)
-    return *_conv_up_backward(du, x, w), dm
+    return conv_silu_backward(g, x, w, m, u)
 
 
 def _modulated_backward(g: Tensor, u: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,25 +125,6 @@ def _modulated_backward(g: Tensor, u: Tensor, m: Tensor) -> tuple[Tensor, Tensor
     g = aten.silu_backward(g, u * m).mul_(SILU_SCALE)
     dm = (g * u).sum((1, 2), dtype=wide(m.dtype)).to(m.dtype)
     return g.mul_(m), dm
-
-
-def _conv_up_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    if x.numel() == 0:
-        return torch.empty_like(x), w.new_zeros(w.shape, dtype=wide(w.dtype))
-    wide_x, wide_w = (y.to(wide(x.dtype)) for y in (x.flatten(0, 2), w.unflatten(0, (4, 4))))
-    dx, dw = torch.zeros_like(wide_x), torch.empty_like(wide_w)
-    for phase, offsets, taps, out in zip(to_phases(g), reference.UP_OFFSETS, wide_w, dw):
-        shifted = [reference.shift(phase.to(dx.dtype), -rows, -columns) for rows, columns in offsets]
-        columns = torch.cat(shifted, dim=3).flatten(0, 2)  # [pixels, 4·Cout]
-        dx.addmm_(columns, taps.flatten(0, 1))
-        torch.mm(columns.T, wide_x, out=out.flatten(0, 1))
-    return dx.view(x.shape).to(x.dtype), dw.flatten(0, 1)
-
-
-def to_phases(x: Tensor) -> Tensor:
-    """`[N, 2H, 2W, C]` → `[4, N, H, W, C]`."""
-    n, h, w, c = x.shape
-    return x.view(n, h // 2, 2, w // 2, 2, c).permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
 
 
 def conv_sum(
@@ -270,7 +241,11 @@ def residual_branch_up_backward(
     """Of x, w0, m and w1."""
     dv, dw1, dresidual = conv_sum_backward(g, v, w1, None, t, None)
     ds, dw0, dm = conv_silu_up_backward(dv, s, w0, m, u)
-    return clip_backward(to_phases(dresidual).sum(0).add_(mp_silu_backward(ds, x)), x, clip_x), dw0, dm, dw1
+    return clip_backward(_sum_2x2(dresidual).add_(mp_silu_backward(ds, x)), x, clip_x), dw0, dm, dw1
+
+
+def _sum_2x2(x: Tensor) -> Tensor:
+    return x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).sum((2, 4))
 
 
 def residual_branch_cat(

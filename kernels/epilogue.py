@@ -135,3 +135,27 @@ def store_sums(
         sums = tl.sum(value.reshape(BN, QI, PIXELS), axis=2)
         offs_n = n + tl.arange(0, QI)[None, :]
         tl.store(dm_ptr + (offs_n * parts + part) * C + offs_c[:, None], sums, (offs_c[:, None] < C) & (offs_n < N))
+
+
+@triton.jit
+def epilogue_kernel(
+    u, y, extra, aux, act, m_ptr, dm_ptr,
+    N, H, W, stride_m, scale, scale_aux, scale_act,
+    C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr, UP: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """What `conv_kernel` does after its loop, for an accumulator u in memory: where the library convolved."""
+    tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
+    tiles_c: tl.constexpr = (C + BN - 1) // BN
+    c, tile = tl.program_id(0) % tiles_c * BN, tl.program_id(0) // tiles_c
+    n, part = tile // (tiles_h * tiles_w) * BI, tile % (tiles_h * tiles_w)
+    h, w = part // tiles_w * BH, part % tiles_w * BW
+    PARTS: tl.constexpr = 4 // BI if BI < 4 else 1
+    QI: tl.constexpr = BI // 4 if BI > 4 else 1
+    QH: tl.constexpr = BH // PARTS
+    for s in tl.static_range(4):
+        acc = load_pixels(u, n + s // PARTS * QI, h + s % PARTS * QH, w, c, N, H, W, C, QI, QH, BW, BN, False)
+        finish_quarter(
+            acc.T.to(tl.float32), s, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN, False, 0, UP,
+        )  # fmt: skip

@@ -129,7 +129,9 @@ def weight_gradient(
     With 16 taps g is `[N, 2H, 2W, C]`.
     """
     (n, height, width, depth), channels, up = x.shape, g.shape[3], taps == 16
-    if not up and conv_tiles.by_library(capability(x), "weight gradient", taps, height, width, depth, channels):
+    if conv_tiles.library(x.element_size()) or (
+        not up and conv_tiles.by_library(capability(x), "weight gradient", taps, height, width, depth, channels)
+    ):
         dw = library.weight_gradient(g, x, taps).float() * scale
         return dw.contiguous() if out is None else out.copy_(dw)
     dw = g.new_empty(taps, channels, depth, dtype=torch.float32) if out is None else out
