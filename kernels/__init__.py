@@ -12,18 +12,14 @@ from kernels.fallback import FallbackWarning, clear_fallbacks, fallbacks
 
 if find_spec("triton"):
     from kernels.attention import cosine_attention
-    from kernels.conv import (
+    from kernels.branches import (
         attention_branch,
-        conv,
-        conv_cat_sum,
-        conv_silu,
-        conv_silu_up,
-        conv_sum,
         residual_branch_cat,
         residual_branch_norm,
         residual_branch_silu,
         residual_branch_up,
     )
+    from kernels.conv import conv, conv_cat_sum, conv_silu, conv_silu_up, conv_sum
     from kernels.fork import fork
     from kernels.linear import linear
     from kernels.pixel_norm import down_pixel_norm_silu, pixel_norm_silu

@@ -179,96 +179,6 @@ def conv_cat_sum_backward(
     return dx, dw, g @ w_a, g @ w_b, torch.cat(dw_skip, dim=-1)[None]
 
 
-def saved(saves: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """What the backward needs, or nothing in its place."""
-    return tensors if saves else tuple(x.new_empty(0) for x in tensors)
-
-
-def residual_branch_norm(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, down: bool, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also, if it `saves` them, n, the normalised x, its MP-SiLU s, the rms, v, the activated result of the first
-    convolution, and its u."""
-    n, s, rms = pixel_norm_silu(x, down)
-    v, u = conv_silu(s, w0, None, m, saves)
-    return conv_sum(v, w1, None, n, t, clip), *saved(saves, n, s, rms, v, u)
-
-
-def residual_branch_norm_backward(
-    g: Tensor, w0: Tensor, m: Tensor, w1: Tensor, n: Tensor, s: Tensor, rms: Tensor, v: Tensor, u: Tensor,
-    t: float, down: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, w0, m and w1."""
-    dv, dw1, _ = conv_sum_backward(g, v, w1, None, t, None)
-    ds, dw0, dm = conv_silu_backward(dv, s, w0, m, u)
-    return pixel_norm_silu_backward(g, ds, n, rms, down, sum_scales(t)[0]), dw0, dm, dw1
-
-
-def residual_branch_silu(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, clip_x: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also s, the activated x, v and u, if it `saves` them."""
-    s = mp_silu(x)
-    v, u = conv_silu(s, w0, None, m, saves)
-    return conv_sum(v, w1, None, x, t, clip), *saved(saves, s, v, u)
-
-
-def residual_branch_silu_backward(
-    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, w0, m and w1."""
-    dv, dw1, dx = conv_sum_backward(g, v, w1, None, t, None)
-    ds, dw0, dm = conv_silu_backward(dv, s, w0, m, u)
-    return clip_backward(dx.add_(mp_silu_backward(ds, x)), x, clip_x), dw0, dm, dw1
-
-
-def residual_branch_up(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, clip_x: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also s, the activated x, v and u, if it `saves` them."""
-    s = mp_silu(x)
-    v, u = conv_silu_up(s, w0, None, m, saves)
-    y = conv_sum(v, w1, None, reference.resample(x, (1, 1), "up"), t, clip)
-    return y, *saved(saves, s, v, u)
-
-
-def residual_branch_up_backward(
-    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, w0, m and w1."""
-    dv, dw1, dresidual = conv_sum_backward(g, v, w1, None, t, None)
-    ds, dw0, dm = conv_silu_up_backward(dv, s, w0, m, u)
-    return clip_backward(_sum_2x2(dresidual).add_(mp_silu_backward(ds, x)), x, clip_x), dw0, dm, dw1
-
-
-def _sum_2x2(x: Tensor) -> Tensor:
-    return x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).sum((2, 4))
-
-
-def residual_branch_cat(
-    a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, clip_a: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    s = cat_silu(a, b, cat_t)
-    v, u = conv_silu(s, w0, None, m, saves)
-    y = conv_cat_sum(v, w1, None, a, b, w_skip, None, cat_t, t, clip)
-    return y, *saved(saves, s, v, u)
-
-
-def residual_branch_cat_backward(
-    g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
-    cat_t: float, t: float, clip_a: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of a, b, w0, m, w1 and w_skip."""
-    dv, dw1, da, db, dw_skip = conv_cat_sum_backward(g, v, w1, a, b, w_skip, None, cat_t, t, None)
-    ds, dw0, dm = conv_silu_backward(dv, s, w0, m, u)
-    da_silu, db_silu = cat_silu_backward(ds, a, b, cat_t)
-    return clip_backward(da.add_(da_silu), a, clip_a), db.add_(db_silu), dw0, dm, dw1, dw_skip
-
-
 def _scaled_weights(
     w: Tensor, w_skip: Tensor, a: Tensor, b: Tensor, cat_t: float, t: float
 ) -> tuple[list[Tensor], tuple[float, ...]]:
@@ -347,26 +257,6 @@ def cosine_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     y = torch.bmm(logits.softmax(-1), v).unflatten(0, (-1, heads))
     n, h, w, c = qkv.shape
     return y.transpose(1, 2).reshape(n, h, w, c // 3), lse.view(n, heads, h * w)
-
-
-def attention_branch(
-    x: Tensor, w_qkv: Tensor, master_qkv: Tensor | None, w_proj: Tensor, master_proj: Tensor | None,
-    heads: int, t: float, clip: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also qkv, the result of the attention and the logarithms of its sums, if it `saves` them."""
-    qkv = conv(x, w_qkv)
-    v, lse = cosine_attention(qkv, heads)
-    y = conv_sum(v, w_proj, None, x, t, clip)
-    return y, *saved(saves, qkv, v, lse)
-
-
-def attention_branch_backward(
-    g: Tensor, x: Tensor, w_qkv: Tensor, w_proj: Tensor, qkv: Tensor, v: Tensor, lse: Tensor, heads: int, t: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, w_qkv and w_proj."""
-    dv, dw_proj, dresidual = conv_sum_backward(g, v, w_proj, None, t, None)
-    dx, dw_qkv = _conv_backward(cosine_attention_backward(dv, qkv, v, lse, heads), x, w_qkv)
-    return dx.add_(dresidual), dw_qkv, dw_proj
 
 
 def _normalized(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import conv_tiles, convolve, eager, reference, registration, wgrad
+from kernels import branches_eager, conv_tiles, convolve, eager, reference, registration, wgrad
 from kernels.jit import INTERPRET
 from tests.conftest import relative_error
 from tests.test_ops import CASES, Case
@@ -66,8 +66,9 @@ def test_kernels_of_other_kinds_stay(op, started):
 @pytest.mark.parametrize("name", OPS)
 def test_fp32_around_the_library(name, started, monkeypatch):
     """In fp32 the library convolves, kernels do all that is around it, and nothing is left to `kernels.eager`."""
-    for op in vars(eager).keys() & registration.OPS.keys():
-        monkeypatch.setattr(eager, op, None)
+    for module in (eager, branches_eager):
+        for op in vars(module).keys() & registration.OPS.keys():
+            monkeypatch.setattr(module, op, None)
     CASES[name].run(kernels, CASES[name].inputs(torch.float32))
     assert not started["conv_kernel"] and not started["wgrad_kernel"]
     assert started["epilogue_kernel"] or CASES[name].op in ("conv", "conv_cat_sum")

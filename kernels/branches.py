@@ -1,0 +1,257 @@
+"""Whole residual branches: two convolutions, or attention between two, with what is before, between and after them.
+
+As one op each, because its pointwise derivatives then are parts of convolutions. The gradient of every branch passes its
+clip: whoever reads the result stops it (`kernels.fork`, `clip_x`, `clip_a`), and is spared a pass over it.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from kernels import attention, branches_eager, branches_triton, pixel_norm
+from kernels.branches_eager import saved
+from kernels.checks import check_even, check_heads, check_like, check_shape, check_weight
+from kernels.conv_forms import (
+    check_conv,
+    check_modulation,
+    check_sources,
+    doubled,
+    flops,
+    like,
+    output,
+    refuses,
+    refuses_sources,
+    refuses_t,
+    saves_for,
+)
+from kernels.eager import gradient_like, wide
+from kernels.registration import register, register_derivative
+from kernels.weight import Weight, split_gradient, unpack
+
+
+def residual_branch_norm(
+    x: Tensor, w0: Weight, m: Tensor, w1: Weight, t: float, clip: float | None = None, down: bool = False
+) -> Tensor:
+    """`conv_sum` of `conv_silu` behind `pixel_norm_silu` (or `down_…`): a block of the encoder, x `[N, H, W, C]`."""
+    (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1)
+    check_shape("w1", w1, (w1.shape[0], x.shape[3], w0.shape[1]))
+    if down:
+        check_even("x", x)
+    saves = saves_for(x, w0, master0, m, w1, master1)
+    return _residual_branch_norm(x, w0, master0, m, w1, master1, t, clip, down, saves)[0]
+
+
+def residual_branch_silu(
+    x: Tensor, w0: Weight, m: Tensor, w1: Weight, t: float, clip: float | None = None, clip_x: float | None = None
+) -> Tensor:
+    """`conv_sum` of x and `conv_silu` of MP-SiLU(x), x's gradient stopped at `clip_x`: a block of the decoder without a skip."""
+    (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1)
+    check_shape("w1", w1, (w1.shape[0], x.shape[3], w0.shape[1]))
+    saves = saves_for(x, w0, master0, m, w1, master1)
+    return _residual_branch_silu(x, w0, master0, m, w1, master1, t, clip, clip_x, saves)[0]
+
+
+def residual_branch_up(
+    x: Tensor, w0: Weight, m: Tensor, w1: Weight, t: float, clip: float | None = None, clip_x: float | None = None
+) -> Tensor:
+    """`residual_branch_silu` behind nearest-neighbour doubling of x `[N, H, W, C]`, without a doubled x: see `conv_silu_up`."""
+    (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1, (16,))
+    check_shape("w1", w1, (w1.shape[0], x.shape[3], w0.shape[1]))
+    saves = saves_for(x, w0, master0, m, w1, master1)
+    return _residual_branch_up(x, w0, master0, m, w1, master1, t, clip, clip_x, saves)[0]
+
+
+def residual_branch_cat(
+    a: Tensor, b: Tensor, w0: Weight, m: Tensor, w1: Weight, w_skip: Weight, cat_t: float, t: float,
+    clip: float | None = None, clip_a: float | None = None,
+) -> Tensor:  # fmt: skip
+    """`conv_cat_sum` of `conv_silu` of `cat_silu`, a's gradient stopped at `clip_a`: a block of the decoder with a skip."""
+    (w0, master0), (w1, master1) = unpack(w0), unpack(w1)
+    w_skip, master_skip = check_sources(a, b, w_skip, a, w1)
+    check_shape("w0", w0, (*w0.shape[:2], a.shape[3] + b.shape[3]))
+    check_weight("w0", w0, "w_skip", w_skip)
+    check_weight("w1", w1, "w0", w0.mT)
+    check_modulation(m, a, w0)
+    saves = saves_for(a, b, w0, master0, m, w1, master1, w_skip, master_skip)
+    weights = w0, master0, m, w1, master1, w_skip, master_skip
+    return _residual_branch_cat(a, b, *weights, cat_t, t, clip, clip_a, saves)[0]
+
+
+def attention_branch(x: Tensor, w_qkv: Weight, w_proj: Weight, heads: int, t: float, clip: float | None = None) -> Tensor:
+    """`conv_sum` of x with cosine attention between two 1×1 convolutions of it: w_qkv's rows are (head, q|k|v, D)."""
+    w_qkv, master_qkv = check_conv(x, w_qkv, "w_qkv")
+    w_proj, master_proj = unpack(w_proj)
+    channels = x.shape[3]
+    check_heads("w_qkv", w_qkv.shape[1], heads)
+    check_shape("w_qkv", w_qkv, (1, 3 * channels, channels))
+    check_shape("w_proj", w_proj, (1, channels, channels))
+    check_like("w_proj", w_proj, "x", x)
+    saves = saves_for(x, w_qkv, master_qkv, w_proj, master_proj)
+    return _attention_branch(x, w_qkv, master_qkv, w_proj, master_proj, heads, t, clip, saves)[0]
+
+
+def flops_up(x: tuple[int, ...], w0: tuple[int, ...], w1: tuple[int, ...]) -> int:
+    return flops(x, w0) + 4 * flops(x, w1)
+
+
+def _check_branch(
+    x: Tensor, w0: Weight, m: Tensor, w1: Weight, taps: tuple[int, ...] = (1, 9)
+) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    w0, master0 = check_conv(x, w0, "w0", taps)
+    check_modulation(m, x, w0)
+    w1, master1 = unpack(w1)
+    check_weight("w1", w1, "w0", w0.mT)
+    return (w0, master0), (w1, master1)
+
+
+_residual_branch_norm = register(
+    "residual_branch_norm", branches_eager.residual_branch_norm,
+    lambda x, w0, master0, m, w1, master1, t, clip, down, saves: _norm_outputs(x, w0, w1, down, saves),
+    branches_triton.residual_branch_norm,
+    lambda x, w0, master0, m, w1, master1, t, clip, down, saves: flops(x, w0, w1) // (4 if down else 1),
+    lambda *args: refuses(args, 1, 4) or pixel_norm.refuses(args[0]),
+)  # fmt: skip
+_residual_branch_norm_backward = register(
+    "residual_branch_norm_backward", branches_eager.residual_branch_norm_backward,
+    lambda g, w0, m, w1, n, s, rms, v, u, t, down: (
+        doubled(n, n.shape[3]) if down else torch.empty_like(n), gradient_like(w0), *like(m), gradient_like(w1),
+    ),
+    branches_triton.residual_branch_norm_backward, lambda g, w0, m, w1, *_: 2 * flops(g, w0, w1),
+    lambda *args: refuses(args, 1, 3) or pixel_norm.refuses(args[4]),
+)  # fmt: skip
+_residual_branch_silu = register(
+    "residual_branch_silu", branches_eager.residual_branch_silu,
+    lambda x, w0, master0, m, w1, *rest: _branch_outputs(x, w0, w1, rest[-1], x.shape[3]),
+    branches_triton.residual_branch_silu, lambda x, w0, master0, m, w1, *_: flops(x, w0, w1), lambda *args: refuses(args, 1, 4),
+)  # fmt: skip
+_residual_branch_silu_backward = register(
+    "residual_branch_silu_backward", branches_eager.residual_branch_silu_backward,
+    lambda g, x, w0, m, w1, *_: (torch.empty_like(x), gradient_like(w0), *like(m), gradient_like(w1)),
+    branches_triton.residual_branch_silu_backward, lambda g, x, w0, m, w1, *_: 2 * flops(x, w0, w1),
+    lambda *args: refuses(args, 2, 4),
+)  # fmt: skip
+_residual_branch_up = register(
+    "residual_branch_up", branches_eager.residual_branch_up,
+    lambda x, w0, master0, m, w1, *rest: (
+        doubled(x, x.shape[3]), *saved(rest[-1], *like(x), *[doubled(x, w0.shape[1]) for _ in range(2)]),
+    ),
+    branches_triton.residual_branch_up, lambda x, w0, master0, m, w1, *_: flops_up(x, w0, w1), lambda *args: refuses(args, 1, 4),
+)  # fmt: skip
+_residual_branch_up_backward = register(
+    "residual_branch_up_backward", branches_eager.residual_branch_up_backward,
+    lambda g, x, w0, m, w1, *_: (torch.empty_like(x), gradient_like(w0), *like(m), gradient_like(w1)),
+    branches_triton.residual_branch_up_backward, lambda g, x, w0, m, w1, *_: 2 * flops_up(x, w0, w1),
+    lambda *args: refuses(args, 2, 4),
+)  # fmt: skip
+_residual_branch_cat = register(
+    "residual_branch_cat", branches_eager.residual_branch_cat,
+    lambda a, b, w0, master0, m, w1, *rest: _branch_outputs(a, w0, w1, rest[-1], a.shape[3] + b.shape[3]),
+    branches_triton.residual_branch_cat,
+    lambda a, b, w0, master0, m, w1, master1, w_skip, *_: flops(a, w0, w1, w_skip),
+    lambda *args: refuses(args, 2, 5, 7) or refuses_sources(*args[:2]) or refuses_t(args[10], 0),
+)  # fmt: skip
+_residual_branch_cat_backward = register(
+    "residual_branch_cat_backward", branches_eager.residual_branch_cat_backward,
+    lambda g, a, b, w0, m, w1, w_skip, *_: (*like(a, b), gradient_like(w0), *like(m), gradient_like(w1), gradient_like(w_skip)),
+    branches_triton.residual_branch_cat_backward,
+    lambda g, a, b, w0, m, w1, w_skip, *_: 2 * flops(a, w0, w1, w_skip),
+    lambda *args: refuses(args, 3, 5, 6) or refuses_sources(*args[1:3]),
+)  # fmt: skip
+
+
+_attention_branch = register(
+    "attention_branch", branches_eager.attention_branch,
+    lambda x, w_qkv, master_qkv, w_proj, master_proj, heads, t, clip, saves: (
+        output(x, w_proj), *_attention_outputs(x, w_qkv, heads, saves),
+    ),
+    branches_triton.attention_branch,
+    lambda x, w_qkv, master_qkv, w_proj, master_proj, heads, *_: _attention_flops(x, w_qkv, w_proj, heads),
+    lambda *args: refuses(args, 1, 3) or _refuses_attention(args[0], args[1], args[5]),
+)  # fmt: skip
+_attention_branch_backward = register(
+    "attention_branch_backward", branches_eager.attention_branch_backward,
+    lambda g, x, w_qkv, w_proj, *_: (torch.empty_like(x), gradient_like(w_qkv), gradient_like(w_proj)),
+    branches_triton.attention_branch_backward,
+    lambda g, x, w_qkv, w_proj, qkv, v, lse, heads, t: 2 * _attention_flops(x, w_qkv, w_proj, heads),
+    lambda *args: refuses(args, 2, 3) or _refuses_attention(args[1], args[2], args[7]),
+)  # fmt: skip
+
+
+def _attention_outputs(x: Tensor, w_qkv: Tensor, heads: int, saves: bool) -> list[Tensor]:
+    """qkv, v and the logarithms of the sums."""
+    qkv = output(x, w_qkv)
+    return list(saved(saves, qkv, *attention.fake(qkv, heads)))
+
+
+def _attention_flops(x: tuple[int, ...], w_qkv: tuple[int, ...], w_proj: tuple[int, ...], heads: int) -> int:
+    return flops(x, w_qkv, w_proj) + attention.flops((*x[:3], w_qkv[1]), heads)
+
+
+def _refuses_attention(x: Tensor, w_qkv: Tensor, heads: int) -> str | None:
+    return attention.refuses((*x.shape[:3], w_qkv.shape[1]), heads)
+
+
+def _branch_outputs(x: Tensor, w0: Tensor, w1: Tensor, saves: bool, activated: int) -> tuple[Tensor, ...]:
+    """y, s of that many `activated` channels, v and u."""
+    s = x.new_empty(*x.shape[:3], activated)
+    return output(x, w1), *saved(saves, s, *(output(x, w0) for _ in range(2)))
+
+
+def _norm_outputs(x: Tensor, w0: Tensor, w1: Tensor, down: bool, saves: bool) -> tuple[Tensor, ...]:
+    """y, n, s, rms, v and u."""
+    n = x.new_empty(pixel_norm.shape_after(x, down))
+    rms = x.new_empty(n.shape[:3], dtype=wide(x.dtype))
+    return output(n, w1), *saved(saves, n, torch.empty_like(n), rms, *(output(n, w0) for _ in range(2)))
+
+
+def _save_residual_branch_norm(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    _, w0, ctx.master0, m, w1, ctx.master1, ctx.t, _, ctx.down, _ = inputs
+    ctx.save_for_backward(w0, m, w1, *output[1:])
+
+
+def _residual_branch_norm_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    dx, dw0, dm, dw1 = _residual_branch_norm_backward(g.contiguous(), *ctx.saved_tensors, ctx.t, ctx.down)
+    return dx, *split_gradient(dw0, ctx.master0), dm, *split_gradient(dw1, ctx.master1), None, None, None, None
+
+
+def _save_residual_branch_silu(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x, w0, ctx.master0, m, w1, ctx.master1, ctx.t, _, ctx.clip_x, _ = inputs
+    ctx.save_for_backward(x, w0, m, w1, *output[1:])
+
+
+def _branch_autograd(backward: Any, ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    dx, dw0, dm, dw1 = backward(g.contiguous(), *ctx.saved_tensors, ctx.t, ctx.clip_x)
+    return dx, *split_gradient(dw0, ctx.master0), dm, *split_gradient(dw1, ctx.master1), None, None, None, None
+
+
+def _save_residual_branch_cat(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    a, b, w0, ctx.master0, m, w1, ctx.master1, w_skip, ctx.master_skip, cat_t, t, _, clip_a, _ = inputs
+    ctx.constants = cat_t, t, clip_a
+    ctx.save_for_backward(a, b, w0, m, w1, w_skip, *output[1:])
+
+
+def _residual_branch_cat_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    grads = _residual_branch_cat_backward(g.contiguous(), *ctx.saved_tensors, *ctx.constants)
+    da, db, dw0, dm, dw1, dw_skip = grads
+    dw0, dw1, dw_skip = (split_gradient(*pair) for pair in zip((dw0, dw1, dw_skip), (ctx.master0, ctx.master1, ctx.master_skip)))
+    return da, db, *dw0, dm, *dw1, *dw_skip, *(None,) * 5
+
+
+def _save_attention_branch(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x, w_qkv, ctx.master_qkv, w_proj, ctx.master_proj, ctx.heads, ctx.t, *_ = inputs
+    ctx.save_for_backward(x, w_qkv, w_proj, *output[1:])
+
+
+def _attention_branch_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    dx, dw_qkv, dw_proj = _attention_branch_backward(g.contiguous(), *ctx.saved_tensors, ctx.heads, ctx.t)
+    return dx, *split_gradient(dw_qkv, ctx.master_qkv), *split_gradient(dw_proj, ctx.master_proj), None, None, None, None
+
+
+register_derivative(_residual_branch_norm, _save_residual_branch_norm, _residual_branch_norm_autograd)
+register_derivative(_residual_branch_cat, _save_residual_branch_cat, _residual_branch_cat_autograd)
+register_derivative(_attention_branch, _save_attention_branch, _attention_branch_autograd)
+register_derivative(_residual_branch_silu, _save_residual_branch_silu, partial(_branch_autograd, _residual_branch_silu_backward))
+register_derivative(_residual_branch_up, _save_residual_branch_silu, partial(_branch_autograd, _residual_branch_up_backward))

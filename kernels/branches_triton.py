@@ -1,0 +1,135 @@
+"""Whole residual branches by kernels. Their signatures, outputs and meaning are those of `kernels.branches_eager`.
+
+They leave the clip's derivative to those who read their results.
+"""
+
+from torch import Tensor
+
+from kernels.attention import cosine_attention_backward_triton, cosine_attention_triton
+from kernels.branches_eager import saved
+from kernels.conv_triton import conv, conv_cat_sum, conv_silu, conv_sum, dense, rows, skip_backward
+from kernels.convolve import convolve
+from kernels.eager import sum_scales
+from kernels.pixel_norm import pixel_norm_silu_backward_triton, pixel_norm_silu_triton
+from kernels.pointwise import cat_silu_triton, mp_silu_triton
+from kernels.reference import cat_scales
+from kernels.sums import Sums
+from kernels.wgrad import weight_gradient
+
+
+def residual_branch_norm(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, down: bool, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    n, s, rms = pixel_norm_silu_triton(x, down)
+    v, u = conv_silu(s, w0, master0, m, saves)
+    return conv_sum(v, w1, None, n, t, clip, training=saves), *saved(saves, n, s, rms, v, u)
+
+
+def residual_branch_norm_backward(
+    g: Tensor, w0: Tensor, m: Tensor, w1: Tensor, n: Tensor, s: Tensor, rms: Tensor, v: Tensor, u: Tensor,
+    t: float, down: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    scale, scale_conv = sum_scales(t)
+    sums = Sums()
+    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv, sums)
+    ds, _ = convolve(du, dense(w0), transposed=True, training=True)
+    dw0 = weight_gradient(du, s, w0.shape[0], sums=sums)
+    sums.run()
+    return pixel_norm_silu_backward_triton(g, ds, n, rms, down, scale), dw0, dm, dw1
+
+
+def residual_branch_silu(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, clip_x: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    s = mp_silu_triton(x)
+    v, u = conv_silu(s, w0, master0, m, saves)
+    return conv_sum(v, w1, None, x, t, clip, training=saves), *saved(saves, s, v, u)
+
+
+def residual_branch_silu_backward(
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    scale, scale_conv = sum_scales(t)
+    sums = Sums()
+    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv, sums)
+    dw0 = weight_gradient(du, s, w0.shape[0], sums=sums)
+    sums.run()
+    main = dict(aux=g, scale_aux=scale, act=dense(x), clip=clip_x)
+    return convolve(du, dense(w0), "residual_silu_grad", transposed=True, **main, training=True)[0], dw0, dm, dw1
+
+
+def residual_branch_up(
+    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, clip_x: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return residual_branch_silu(x, w0, master0, m, w1, master1, t, clip, clip_x, saves)  # by w0 and the sizes, convolutions up-sample
+
+
+def residual_branch_up_backward(
+    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return residual_branch_silu_backward(g, x, w0, m, w1, s, v, u, t, clip_x)
+
+
+def residual_branch_cat(
+    a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, clip_a: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    s = cat_silu_triton(a, b, cat_t)
+    v, u = conv_silu(s, w0, master0, m, saves)
+    return conv_cat_sum(v, w1, master1, a, b, w_skip, master_skip, cat_t, t, clip), *saved(saves, s, v, u)
+
+
+def residual_branch_cat_backward(
+    g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
+    cat_t: float, t: float, clip_a: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradient of each source: through its part of w_skip, then with that through its part of w0."""
+    scale, scale_conv = sum_scales(t)
+    sums = Sums()
+    da, db, dw_skip = skip_backward(g, a, b, w_skip, cat_t, scale, sums)
+    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv, sums)
+    channels = [a.shape[3], b.shape[3]]
+    parts = zip((da, db), (a, b), dense(w0).split(channels, dim=2), cat_scales(*channels, cat_t), (clip_a, None))
+    da, db = (
+        convolve(
+            du, w, "residual_silu_grad", transposed=True, aux=d, scale_aux=1.0, act=dense(x), scale_act=s_x, clip=clip_x,
+            training=True,
+        )[0]
+        for d, x, w, s_x, clip_x in parts
+    )  # fmt: skip
+    dw0 = weight_gradient(du, s, w0.shape[0], sums=sums)
+    sums.run()
+    return da, db, dw0, dm, dw1, dw_skip
+
+
+def attention_branch(
+    x: Tensor, w_qkv: Tensor, master_qkv: Tensor | None, w_proj: Tensor, master_proj: Tensor | None,
+    heads: int, t: float, clip: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv = conv(x, w_qkv)
+    v, lse = cosine_attention_triton(qkv, heads)
+    return conv_sum(v, w_proj, None, x, t, clip), *saved(saves, qkv, v, lse)
+
+
+def attention_branch_backward(
+    g: Tensor, x: Tensor, w_qkv: Tensor, w_proj: Tensor, qkv: Tensor, v: Tensor, lse: Tensor, heads: int, t: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (scale, scale_conv), sums = sum_scales(t), Sums()
+    dw_proj = weight_gradient(g, v, 1, scale_conv, sums=sums)
+    dv, _ = convolve(g, dense(w_proj), transposed=True, scale=scale_conv)
+    dqkv = cosine_attention_backward_triton(dv, qkv, v, lse, heads)
+    dx, _ = convolve(dqkv, dense(w_qkv), transposed=True, aux=g, scale_aux=scale)
+    dw_qkv = weight_gradient(dqkv, dense(x), 1, sums=sums)
+    sums.run()
+    return dx, dw_qkv, dw_proj
+
+
+def _second_backward(
+    g: Tensor, w: Tensor, m: Tensor, v: Tensor, u: Tensor, scale: float, sums: Sums
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a branch's second convolution and the activation before it: du, and dm and dw when the sums have run."""
+    du, dm = convolve(g, dense(w), "silu_grad", transposed=True, scale=scale, aux=u, m=rows(m), training=True, later=sums)
+    return du, dm, weight_gradient(g, v, w.shape[0], scale, sums=sums)
