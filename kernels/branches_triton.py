@@ -3,18 +3,20 @@
 They leave the clip's derivative to those who read their results.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kernels.attention import cosine_attention_backward_triton, cosine_attention_triton
 from kernels.branches_eager import saved
 from kernels.conv_triton import conv, conv_cat_sum, conv_silu, conv_sum, dense, rows, skip_backward
-from kernels.convolve import convolve
+from kernels.convolve import Rest, convolve
 from kernels.eager import sum_scales
 from kernels.pixel_norm import pixel_norm_silu_backward_triton, pixel_norm_silu_triton
 from kernels.pointwise import cat_silu_triton, mp_silu_triton
 from kernels.reference import cat_scales
 from kernels.sums import Sums
-from kernels.wgrad import weight_gradient
+from kernels.wgrad import Product, weight_gradient, weight_gradients
 
 
 def residual_branch_norm(
@@ -32,9 +34,9 @@ def residual_branch_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scale, scale_conv = sum_scales(t)
     sums = Sums()
-    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv, sums)
+    du, dm = _second_backward(g, w1, m, u, scale_conv, sums)
     ds, _ = convolve(du, dense(w0), transposed=True, training=True)
-    dw0 = weight_gradient(du, s, w0.shape[0], sums=sums)
+    dw0, dw1 = _weight_gradients(du, s, w0, g, v, w1, scale_conv, sums)
     sums.run()
     return pixel_norm_silu_backward_triton(g, ds, n, rms, down, scale), dw0, dm, dw1
 
@@ -53,8 +55,8 @@ def residual_branch_silu_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scale, scale_conv = sum_scales(t)
     sums = Sums()
-    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv, sums)
-    dw0 = weight_gradient(du, s, w0.shape[0], sums=sums)
+    du, dm = _second_backward(g, w1, m, u, scale_conv, sums)
+    dw0, dw1 = _weight_gradients(du, s, w0, g, v, w1, scale_conv, sums)
     sums.run()
     main = dict(aux=g, scale_aux=scale, act=dense(x), clip=clip_x)
     return convolve(du, dense(w0), "residual_silu_grad", transposed=True, **main, training=True)[0], dw0, dm, dw1
@@ -90,17 +92,13 @@ def residual_branch_cat_backward(
     scale, scale_conv = sum_scales(t)
     sums = Sums()
     da, db, dw_skip = skip_backward(g, a, b, w_skip, cat_t, scale, sums)
-    du, dm, dw1 = _second_backward(g, w1, m, v, u, scale_conv, sums)
+    du, dm = _second_backward(g, w1, m, u, scale_conv, sums)
     channels = [a.shape[3], b.shape[3]]
-    parts = zip((da, db), (a, b), dense(w0).split(channels, dim=2), cat_scales(*channels, cat_t), (clip_a, None))
-    da, db = (
-        convolve(
-            du, w, "residual_silu_grad", transposed=True, aux=d, scale_aux=1.0, act=dense(x), scale_act=s_x, clip=clip_x,
-            training=True,
-        )[0]
-        for d, x, w, s_x, clip_x in parts
-    )  # fmt: skip
-    dw0 = weight_gradient(du, s, w0.shape[0], sums=sums)
+    scale_a, scale_b = cat_scales(*channels, cat_t)
+    main = dict(aux=da, scale_aux=1.0, act=dense(a), scale_act=scale_a, clip=clip_a)
+    rest = Rest(channels[1], db, dense(b), scale_b)
+    da, db = convolve(du, dense(w0), "residual_silu_grad", transposed=True, **main, rest=rest, training=True)
+    dw0, dw1 = _weight_gradients(du, s, w0, g, v, w1, scale_conv, sums)
     sums.run()
     return da, db, dw0, dm, dw1, dw_skip
 
@@ -118,18 +116,24 @@ def attention_branch_backward(
     g: Tensor, x: Tensor, w_qkv: Tensor, w_proj: Tensor, qkv: Tensor, v: Tensor, lse: Tensor, heads: int, t: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (scale, scale_conv), sums = sum_scales(t), Sums()
-    dw_proj = weight_gradient(g, v, 1, scale_conv, sums=sums)
     dv, _ = convolve(g, dense(w_proj), transposed=True, scale=scale_conv)
     dqkv = cosine_attention_backward_triton(dv, qkv, v, lse, heads)
     dx, _ = convolve(dqkv, dense(w_qkv), transposed=True, aux=g, scale_aux=scale)
-    dw_qkv = weight_gradient(dqkv, dense(x), 1, sums=sums)
+    dw_qkv, dw_proj = weight_gradients(Product(dqkv, dense(x)), Product(g, v, scale_conv), 1, sums)
     sums.run()
     return dx, dw_qkv, dw_proj
 
 
-def _second_backward(
-    g: Tensor, w: Tensor, m: Tensor, v: Tensor, u: Tensor, scale: float, sums: Sums
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a branch's second convolution and the activation before it: du, and dm and dw when the sums have run."""
-    du, dm = convolve(g, dense(w), "silu_grad", transposed=True, scale=scale, aux=u, m=rows(m), training=True, later=sums)
-    return du, dm, weight_gradient(g, v, w.shape[0], scale, sums=sums)
+def _second_backward(g: Tensor, w: Tensor, m: Tensor, u: Tensor, scale: float, sums: Sums) -> tuple[Tensor, Tensor]:
+    """Of a branch's second convolution and the activation before it: du, and dm when the sums have run."""
+    return convolve(g, dense(w), "silu_grad", transposed=True, scale=scale, aux=u, m=rows(m), training=True, later=sums)
+
+
+def _weight_gradients(
+    du: Tensor, s: Tensor, w0: Tensor, g: Tensor, v: Tensor, w1: Tensor, scale: float, sums: Sums
+) -> Sequence[Tensor]:
+    """Of both convolutions, when the sums have run."""
+    taps0, taps1 = w0.shape[0], w1.shape[0]
+    if taps0 == taps1:
+        return weight_gradients(Product(du, s), Product(g, v, scale), taps0, sums)
+    return weight_gradient(du, s, taps0, sums=sums), weight_gradient(g, v, taps1, scale, sums=sums)

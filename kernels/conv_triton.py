@@ -4,11 +4,12 @@ Of `conv_sum`, the gradient of the residual is what its other gradients read: th
 times MP-Sum's factor.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.convolve import Source, convolve
-from kernels.eager import gradient_like, sum_scales
+from kernels.convolve import Rest, Source, convolve
+from kernels.eager import sum_scales
 from kernels.jit import is_recording
 from kernels.modulation import masked_gradient, modulated_silu_backward
 from kernels.reference import cat_scales
@@ -97,13 +98,10 @@ def skip_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of `factor` times the 1×1 convolution of MP-Cat."""
     channels = [a.shape[3], b.shape[3]]
-    dw_skip = gradient_like(w_skip)
-    parts = zip((a, b), w_skip.split(channels, dim=2), dw_skip.split(channels, dim=2), cat_scales(*channels, cat_t))
-    dx = []
-    for source, w, dw, scale in parts:
-        weight_gradient(g, dense(source), 1, factor * scale, out=dw, sums=sums)
-        dx.append(convolve(g, w, transposed=True, scale=factor * scale)[0])
-    return *dx, dw_skip
+    factors = torch.cat([w_skip.new_full([c], s * factor, dtype=torch.float32) for c, s in zip(channels, cat_scales(*channels, cat_t))])
+    dw_skip = weight_gradient(g, dense(a), 1, rest=dense(b)).mul_(factors)  # TODO folded
+    da, db = convolve(g, (w_skip * factors).to(w_skip.dtype), transposed=True, rest=Rest(b.shape[3]))
+    return da, db, dw_skip
 
 
 def _padded(x: Tensor, rows: bool = False) -> Tensor:

@@ -25,6 +25,15 @@ class Source(NamedTuple):
     w: Tensor
 
 
+class Rest(NamedTuple):
+    """The last `channels` of a result are a tensor of their own, with its own aux and act, and without a clip."""
+
+    channels: int
+    aux: Tensor | None = None
+    act: Tensor | None = None
+    scale_act: float = 1.0
+
+
 def convolve(
     x: Tensor,
     w: Tensor,
@@ -40,11 +49,12 @@ def convolve(
     clip: float | None = None,
     with_extra: bool = False,
     m: Tensor | None = None,
+    rest: Rest | None = None,
     tile: ConvTile | None = None,
     training: bool = False,
     later: Sums | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y and extra, or y and dm, of an epilogue (see `finish`).
+    """y and extra, y and dm, or y and its `rest`, of an epilogue (see `finish`).
 
     x `[N, H, W, K]`, w `[9 or 1, C, K]` (for the input gradient `transposed`, `[9 or 1, K, C]`), m `[N, C]`, aux
     and act `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added before the scale. dm is there at once,
@@ -67,34 +77,53 @@ def convolve(
     u = _library(x, w, transposed, sources) if by_library else None
     if by_library and up == "output":  # of what follows, nothing up-samples
         height, width, up = 2 * height, 2 * width, None
-    if by_library and epilogue == "sum" and aux is None and clip is None and not with_extra:
-        return u if scale == 1 else u.mul_(scale), None
     double = 2 if up == "output" else 1
     tile = tile or conv_tiles.conv(capability(x), n * height * width * double**2, channels, five_loads=up == "gradient")
     bi, bh, bw = tile.box(height, width, whole=up == "output")
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
+    tiles = triton.cdiv(n, bi) * tiles_image
+    factors, form = (scale, scale_aux), dict(EPILOGUE=epilogue, UP=up, BI=bi, BH=bh, BW=bw)
+    sizes = (n, height, width, 0 if m is None else m.stride(0))
 
-    y = x.new_empty(n, height * double, width * double, channels)
-    extra = torch.empty_like(y) if with_extra else None
+    def result(channels: int, aux: Tensor | None, act: Tensor | None, with_extra: bool = False) -> _Result:
+        y = x.new_empty(n, height * double, width * double, channels)
+        return _Result(y, torch.empty_like(y) if with_extra else None, aux, act)
+
+    first = result(channels - (rest.channels if rest else 0), aux, act, with_extra)
+    second = result(*rest[:3]) if rest else None
     sums = None
     if epilogue == "silu_grad":
         sums = m.new_empty(n, max(4 // bi, 1) * tiles_image, channels, dtype=torch.float32)
-    sizes = (n, height, width, 0 if m is None else m.stride(0), scale, scale_aux, scale_act)
-    constants = dict(C=channels, EPILOGUE=epilogue, CLIP=clip, UP=up, BI=bi, BH=bh, BW=bw)
-    tiles = triton.cdiv(n, bi) * tiles_image
     if by_library:
+        parts = [x for x in (first, second) if x]
+        if epilogue == "sum" and aux is None and clip is None and not with_extra:
+            us = (u if scale == 1 else u.mul_(scale)).split([x.y.shape[3] for x in parts], dim=3)
+            return us[0].contiguous(), us[1].contiguous() if rest else None
+        us = u.split([x.y.shape[3] for x in parts], dim=3)
         block = tile.channels[0]
-        launch(
-            epilogue_kernel, (tiles * triton.cdiv(channels, block),), u, y, extra, aux, act, m, sums, *sizes,
-            **constants, BN=block, num_warps=tile.warps,
-        )  # fmt: skip
+        for part, u, scale_part, clip_part in zip(parts, us, (scale_act, rest and rest.scale_act), (clip, None)):
+            channels = u.shape[3]
+            launch(
+                epilogue_kernel, (tiles * triton.cdiv(channels, block),), u.contiguous(), *part, m, sums, *sizes, *factors, scale_part,
+                C=channels, CLIP=clip_part, BN=block, **form, num_warps=tile.warps,
+            )  # fmt: skip
     else:
-        _launch_kernel(x, w, transposed, sources, (y, extra, aux, act, m, sums), sizes, constants, tile, tiles * double**2)
+        scales = (*factors, scale_act, rest.scale_act if rest else 1.0)
+        _launch_kernel(x, w, transposed, sources, first, second, m, sums, sizes, scales, clip, form, tile, tiles * double**2)
     if sums is None:
-        return y, extra
+        return first.y, second.y if rest else first.extra
     dm = m.new_empty(m.shape)
     (sum_parts if later is None else later.add)(sums, dm)
-    return y, dm
+    return first.y, dm
+
+
+class _Result(NamedTuple):
+    """What an epilogue reads and writes pixel by pixel."""
+
+    y: Tensor
+    extra: Tensor | None = None
+    aux: Tensor | None = None
+    act: Tensor | None = None
 
 
 def _library(x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source]) -> Tensor:
@@ -105,21 +134,26 @@ def _library(x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source]) 
 
 
 def _launch_kernel(
-    x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source], outputs: tuple[Tensor | None, ...],
-    sizes: tuple[float, ...], constants: dict[str, Any], tile: ConvTile, tiles: int,
+    x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source], first: _Result, second: _Result | None,
+    m: Tensor | None, sums: Tensor | None, sizes: tuple[int, ...], scales: tuple[float, ...], clip: float | None,
+    form: dict[str, Any], tile: ConvTile, tiles: int,
 ) -> None:  # fmt: skip
     """The implicit GEMM, on `tiles` of pixels."""
-    (n, height, width, *_), channels, up = sizes, constants["C"], constants["UP"]
-    y, extra, aux, act, m, sums = outputs
+    (n, height, width, *_), channels, up = sizes, w.shape[2 if transposed else 1], form["UP"]
+    rest = second.y.shape[3] if second else 0
     a, b = (*sources, None, None)[:2]
-    views = _Views(tile, (constants["BI"], constants["BH"], constants["BW"]))
+    views = _Views(tile, (form["BI"], form["BH"], form["BW"]))
+    block = sum(tile.channels)
+    y, extra, aux, act = views.result(first, up)
+    rest_y, _, rest_aux, rest_act = views.result(second, up) if second else ((None, None),) * 4
     launch(
-        conv_kernel, (tiles * triton.cdiv(channels, sum(tile.channels)),),
+        conv_kernel, (tiles * (triton.cdiv(channels - rest, block) + triton.cdiv(rest, block)),),
         views.input(x, up == "gradient"), *views.weight(w, transposed),
         *(views.input(a.x), *views.weight(a.w)) if a else (None,) * 3,
         *(views.input(b.x), *views.weight(b.w)) if b else (None,) * 3,
-        *views.output(y, up == "output"), *views.output(extra, up == "output"), *views.aux(aux, up), *views.output(act), m, sums,
-        *sizes, **constants,
+        *y, *extra, *aux, *act, m, sums,
+        *rest_y, *rest_aux, *rest_act,
+        *sizes, *scales, **form, CLIP=clip, C=channels, REST=rest,
         K=x.shape[3], KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, TAPS=4 if up == "output" else w.shape[0],
         TRANSPOSED=transposed, STRIDE_W=views.stride(w), STRIDE_WA=views.stride(a.w) if a else 0,
         BN0=tile.channels[0], BN1=tile.channels[1], BLOCK_K=tile.block_k,
@@ -155,6 +189,10 @@ class _Views(NamedTuple):
             n, height, width, channels = y.shape
             y = y.view(n, height // 2, width, 2, channels)  # (row phase, column), column phase
         return self._each(y, *((*self._quarter, *[1] * doubled, c) for c in self.tile.channels))
+
+    def result(self, x: _Result, up: str | None) -> tuple[list, ...]:
+        """Of y, extra, aux and act."""
+        return self.output(x.y, up == "output"), self.output(x.extra, up == "output"), self.aux(x.aux, up), self.output(x.act)
 
     def aux(self, x: Tensor | None, up: str | None) -> list:
         qi, qh, bw = self._quarter

@@ -7,6 +7,9 @@ Behind an up-sampling, of whose result x is every fourth pixel, there are 16 tap
 of g four. The product is transposed, xᵀ · g shifted the other way: the left operand, then x, must not be shifted.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,10 +24,10 @@ from kernels.sums import Sums, sum_parts
 
 @triton.jit(do_not_specialize=["N", "H", "W", "steps"])  # one binary for all sizes
 def wgrad_kernel(
-    g0, g1, x0, x1, dw00, dw01, dw10, dw11,
-    N, H, W, steps, scale,
-    C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr,
-    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
+    g0, g1, x0, x1, dw00, dw01, dw10, dw11, other_g0, other_g1, other_x0, other_x1, other00, other01, other10, other11,
+    N, H, W, steps, scale, other_scale,
+    C: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, OTHER_C: tl.constexpr, OTHER_K: tl.constexpr, OTHER_STRIDE: tl.constexpr,
+    TAPS: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
     BM0: tl.constexpr, BM1: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr,
     BOXES: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
@@ -32,13 +35,51 @@ def wgrad_kernel(
 
     16 TAPS: what is called g is x, and x is g `[N, 2H, 2W, K]`; dw `[splits, TAPS, K, C]`.
     A program takes `steps` boxes. FLAT: they are consecutive pixels, and g is reached by a descriptor of `[N·H·W, C]`.
+    If OTHER_C, programs beside these compute the gradient of another weight over the same pixels.
     """
-    tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
-    tiles_c: tl.constexpr = (C + BM0 + BM1 - 1) // (BM0 + BM1)
     tiles_k: tl.constexpr = (K + BN0 + BN1 - 1) // (BN0 + BN1)
+    tiles: tl.constexpr = (C + BM0 + BM1 - 1) // (BM0 + BM1) * tiles_k
+    others_k: tl.constexpr = (OTHER_K + BN0 + BN1 - 1) // (BN0 + BN1)
+    both: tl.constexpr = tiles + (OTHER_C + BM0 + BM1 - 1) // (BM0 + BM1) * others_k
     tap, tile = tl.program_id(0) % TAPS, tl.program_id(0) // TAPS
-    k, c = tile % tiles_k * (BN0 + BN1), tile // tiles_k % tiles_c * (BM0 + BM1)
-    split = tile // (tiles_k * tiles_c)
+    split, tile = tile // both, tile % both
+    c, k = tile // tiles_k * (BM0 + BM1), tile % tiles_k * (BN0 + BN1)
+    if OTHER_C > 0:
+        if tile >= tiles:
+            c, k = (tile - tiles) // others_k * (BM0 + BM1), (tile - tiles) % others_k * (BN0 + BN1)
+    if OTHER_C > 0 and BOXES:  # one loop: descriptors of one form are chosen like numbers
+        if tile >= tiles:
+            g0, g1, x0, x1, scale = other_g0, other_g1, other_x0, other_x1, other_scale
+            dw00, dw01, dw10, dw11 = other00, other01, other10, other11
+    if OTHER_C > 0 and not BOXES:
+        if tile >= tiles:
+            weight_tile(
+                other_g0, other_g1, other_x0, other_x1, other00, other01, other10, other11, tap, c, k, split, N, H, W, steps, other_scale,
+                OTHER_C, OTHER_K, TAPS, OTHER_STRIDE, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
+            )  # fmt: skip
+        else:
+            weight_tile(
+                g0, g1, x0, x1, dw00, dw01, dw10, dw11, tap, c, k, split, N, H, W, steps, scale,
+                C, K, TAPS, STRIDE, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
+            )  # fmt: skip
+    else:
+        weight_tile(
+            g0, g1, x0, x1, dw00, dw01, dw10, dw11, tap, c, k, split, N, H, W, steps, scale,
+            C, K, TAPS, STRIDE, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
+        )  # fmt: skip
+
+
+@triton.jit
+def weight_tile(
+    g0, g1, x0, x1, dw00, dw01, dw10, dw11, tap, c, k, split,
+    N, H, W, steps, scale,
+    C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
+    BM0: tl.constexpr, BM1: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr,
+    BOXES: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """For `wgrad_kernel`: of one tap, the channels from c and k, summed over the boxes of one split."""
+    tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
     UP: tl.constexpr = TAPS == 16
     if UP:
         dh, dw = 1 - tap // 8 - tap // 2 % 2, 1 - tap // 4 % 2 - tap % 2
@@ -114,56 +155,116 @@ def store_tile(
         tl.store(dw + offs, value, (offs_c < C) & (offs_k < K))
 
 
+class Product(NamedTuple):
+    """Of g `[N, H, W, C]` and x `[N, H, W, K]`: scale · dw of a convolution's weight. With 16 taps g is `[N, 2H, 2W, C]`."""
+
+    g: Tensor
+    x: Tensor
+    scale: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.g.shape[3], self.x.shape[3]
+
+
 def weight_gradient(
     g: Tensor,
     x: Tensor,
     taps: int,
     scale: float = 1.0,
-    out: Tensor | None = None,
+    rest: Tensor | None = None,
     tile: WgradTile | None = None,
     sums: Sums | None = None,
 ) -> Tensor:
     """scale · dw, fp32 `[taps, C, K]`, of a convolution with 9 or 1 taps: g `[N, H, W, C]`, x `[N, H, W, K]`.
 
-    Into `out`, if given: `[taps, C, K]`, whose rows may lie apart. With `sums`, it is there when these have run.
-    With 16 taps g is `[N, 2H, 2W, C]`.
+    With 16 taps g is `[N, 2H, 2W, C]`. The channels of a `rest` follow those of x. With `sums`, it is there when these have run.
     """
-    (n, height, width, depth), channels, up = x.shape, g.shape[3], taps == 16
-    if conv_tiles.library(x.element_size()) or (
-        not up and conv_tiles.by_library(capability(x), "weight gradient", taps, height, width, depth, channels)
-    ):
-        dw = library.weight_gradient(g, x, taps).float() * scale
-        return dw.contiguous() if out is None else out.copy_(dw)
-    dw = g.new_empty(taps, channels, depth, dtype=torch.float32) if out is None else out
-    if x.numel() == 0:
-        return dw.zero_()
-    left, right = (x, g) if up else (g, x)
-    tile = tile or conv_tiles.wgrad(capability(x), left.shape[3], right.shape[3])
+    products = [Product(g, x, scale)] + ([] if rest is None else [Product(g, rest, scale)])
+    depths = [product.shape[1] for product in products]
+    dw = g.new_empty(taps, g.shape[3], sum(depths), dtype=torch.float32)
+    outs = list(dw.split(depths, dim=2))
+    if not _by_kernel(products, taps):
+        _by_library(products, taps, outs)
+    else:
+        _launch(products, taps, outs, dw, tile or _tile(products[0], taps), sums)
+    return dw
+
+
+def weight_gradients(first: Product, second: Product, taps: int, sums: Sums) -> list[Tensor]:
+    """`weight_gradient` of two over as many pixels, in one launch where one tile suits both; there when the sums have run."""
+    products = [first, second]
+    tile = _tile(first, taps)
+    if tile != _tile(second, taps) or not all(_by_kernel([x], taps) for x in products):
+        return [weight_gradient(*product[:2], taps, product.scale, sums=sums) for product in products]
+    dws = [x.g.new_empty(taps, *x.shape, dtype=torch.float32) for x in products]
+    _launch(products, taps, dws, None, tile, sums)
+    return dws
+
+
+def _by_kernel(products: Sequence[Product], taps: int) -> bool:
+    """Not by the library, where the table of tiles says so."""
+    (_, height, width, _), channels = products[0].x.shape, products[0].g.shape[3]
+    x, depth = products[0].x, sum(product.shape[1] for product in products)
+    if conv_tiles.library(x.element_size()) or x.numel() == 0:
+        return False
+    return taps == 16 or not conv_tiles.by_library(capability(x), "weight gradient", taps, height, width, depth, channels)
+
+
+def _by_library(products: Sequence[Product], taps: int, outs: Sequence[Tensor]) -> None:
+    for product, out in zip(products, outs):
+        torch.mul(library.weight_gradient(product.g, product.x, taps).float(), product.scale, out=out)
+
+
+def _tile(product: Product, taps: int) -> WgradTile:
+    return conv_tiles.wgrad(capability(product.x), *(reversed(product.shape) if taps == 16 else product.shape))
+
+
+def _launch(
+    products: Sequence[Product], taps: int, outs: Sequence[Tensor], whole: Tensor | None, tile: WgradTile, sums: Sums | None
+) -> None:
+    """Into `outs`, parts of `whole` or tensors of their own."""
+    (n, height, width, _), up = products[0].x.shape, taps == 16
     (bi, bh, bw), flat = tile.box(height, width)
     steps = triton.cdiv(n, bi) * triton.cdiv(height, bh) * triton.cdiv(width, bw)
-    tiles = taps * triton.cdiv(left.shape[3], sum(tile.rows)) * triton.cdiv(right.shape[3], sum(tile.columns))
+    forms = [x.shape[::-1] if up else x.shape for x in products]
+    tiles = taps * sum(triton.cdiv(c, sum(tile.rows)) * triton.cdiv(k, sum(tile.columns)) for c, k in forms)
     per_split = triton.cdiv(steps, conv_tiles.splits(tiles, steps))
     splits = triton.cdiv(steps, per_split)
-    parts = dw if splits == 1 else dw.new_empty(splits * taps, channels, depth)
+    parts = outs
+    if splits > 1 and whole is not None:
+        in_parts = whole.new_empty(splits * taps, *whole.shape[1:])
+        parts = in_parts.split([x.shape[2] for x in outs], dim=2)
+    elif splits > 1:
+        parts = [out.new_empty(splits * taps, *out.shape[1:]) for out in outs]
 
-    def sources(tensor: Tensor, sizes: tuple[int, int], *block: int) -> list:
-        return [descriptor(tensor, *block, size) if size else None for size in sizes] if tile.boxes else [tensor, tensor]
+    def operand(x: Tensor, sizes: tuple[int, int], *block: int) -> list:
+        return [descriptor(x, *block, size) if size else None for size in sizes] if tile.boxes else [x, x]
 
-    lefts = sources(left.flatten(0, 2), tile.rows, bi * bh * bw) if flat else sources(left, tile.rows, bi, bh, bw)
-    rights = sources(by_rows(right), tile.columns, bi, bh, 1, bw) if up and tile.boxes else sources(right, tile.columns, bi, bh, bw)
-    blocks = [(1, k, m) if up else (1, m, k) for m in tile.rows for k in tile.columns]
-    outputs = [descriptor(parts, *block) if 0 not in block else None for block in blocks] if tile.boxes else [parts] * 4
+    def arguments(product: Product, part: Tensor) -> list:
+        left, right = (product.x, product.g) if up else product[:2]
+        lefts = operand(left.flatten(0, 2), tile.rows, bi * bh * bw) if flat else operand(left, tile.rows, bi, bh, bw)
+        doubled = up and tile.boxes
+        rights = operand(by_rows(right), tile.columns, bi, bh, 1, bw) if doubled else operand(right, tile.columns, bi, bh, bw)
+        blocks = [(1, k, m) if up else (1, m, k) for m in tile.rows for k in tile.columns]
+        outputs = [descriptor(part, *block) if 0 not in block else None for block in blocks] if tile.boxes else [part] * 4
+        return [*lefts, *rights, *outputs]
+
+    first, *others = products
     launch(
-        wgrad_kernel, (tiles * splits,), *lefts, *rights, *outputs, n, height, width, per_split, scale,
-        C=left.shape[3], K=right.shape[3], TAPS=taps, STRIDE=0 if tile.boxes else parts.stride(1), BI=bi, BH=bh, BW=bw,
+        wgrad_kernel, (tiles * splits,), *arguments(first, parts[0]), *arguments(others[0], parts[1]) if others else [None] * 8,
+        n, height, width, per_split, first.scale, others[0].scale if others else 1.0,
+        C=forms[0][0], K=forms[0][1], STRIDE=0 if tile.boxes else parts[0].stride(1),
+        OTHER_C=forms[1][0] if others else 0, OTHER_K=forms[1][1] if others else 0,
+        OTHER_STRIDE=parts[1].stride(1) if others and not tile.boxes else 0, TAPS=taps, BI=bi, BH=bh, BW=bw,
         BM0=tile.rows[0], BM1=tile.rows[1], BN0=tile.columns[0], BN1=tile.columns[1],
         BOXES=tile.boxes, FLAT=flat, num_warps=tile.warps, num_stages=tile.stages,
-        flops=2 * n * height * width * taps * channels * depth,
+        flops=2 * n * height * width * taps * sum(c * k for c, k in forms),
     )  # fmt: skip
     if splits > 1:
         add = sum_parts if sums is None else sums.add
-        add(*(parts.view(1, splits, -1), dw.view(1, -1)) if dw.is_contiguous() else (parts.transpose(0, 1), dw[0]))
-    return dw
+        for part, out in zip(parts, outs) if whole is None else [(in_parts, whole)]:
+            add(part.view(1, splits, -1), out.view(1, -1))
 
 
 def by_rows(x: Tensor) -> Tensor:
