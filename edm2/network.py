@@ -85,7 +85,7 @@ class Block(nn.Module):
 
     An encoder block projects and pixel-normalises its main path on entry. A decoder block called with a `skip`
     joins it to its input by MP-Cat (`in_channels` counts both) and projects on the way out. The gradient of its output
-    passes the clip: a decoder block stops it at its input, others by `kernels.fork`.
+    passes the clip: whoever reads that stops it, a block at its input, others by `kernels.fork`.
     """
 
     def __init__(
@@ -124,14 +124,30 @@ class Block(nn.Module):
         """What scales each channel of each image: fp32 emb `[N, Cemb]` → `[N, Cout]`. `UNet` makes all blocks' at once."""
         return self.emb_linear(emb, gain=self.emb_gain) + 1
 
-    def forward(self, x: Tensor, m: Tensor, skip: Tensor | None = None) -> Tensor:
-        """x `[N, H, W, Cin − Cskip]`, modulation m `[N, Cout]`, skip `[N, H, W, Cskip]` → `[N, H', W', Cout]`."""
+    def forward(
+        self, x: Tensor, m: Tensor, skip: Tensor | None = None, forks: bool = False, clip_x: float | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x `[N, H, W, Cin − Cskip]`, modulation m `[N, Cout]`, skip `[N, H, W, Cskip]` → `[N, H', W', Cout]`.
+
+        An encoder block that `forks` also returns x, for the decoder: `kernels.fork(x, clip_x)`.
+        """
+        if forks:
+            return self._encode(x, m, clip_x)
         dropout = self.dropout if self.training else 0.0
         filters = self.resample_mode == "up" and self.resample_filter != (1, 1)
         projects = self.flavor == "dec" and skip is None and self.conv_skip is not None
         branch = self._branch_by_parts if dropout or filters or projects else self._branch
         x = branch(x, m, skip, None if self.heads else self.clip_act)
         return self._attend(x) if self.heads else x
+
+    def _encode(self, x: Tensor, m: Tensor, clip_x: float | None) -> tuple[Tensor, Tensor]:
+        if self.conv_skip is not None or (self.training and self.dropout) or not (self._halves or self.resample_mode == "keep"):
+            x, skip = ops.fork(x, clip_x)
+            return self.forward(x, m), skip
+        w0, w1 = self.conv_res0.prepare(x.dtype), self.conv_res1.prepare(x.dtype)
+        clip = None if self.heads else self.clip_act
+        x, skip = ops.residual_branch_norm_fork(x, w0, m, w1, self.res_balance, clip, self._halves, clip_x)
+        return self._attend(x) if self.heads else x, skip
 
     def _branch(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
         """MP-Sum of the main path and the residual branch, then clip."""
@@ -251,13 +267,16 @@ class UNet(nn.Module):
         """x `[N, H, W, C]` in the compute dtype, c_noise `[N]`, labels `[N, label_dim]` or None → `[N, H, W, C]`."""
         modulations = iter(self.modulations(self.embed(c_noise, labels), x.dtype))
         x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
-        skips = []
+        skips, clip = [], None
         for module in self.enc.values():
             if isinstance(module, Block):
-                x, skip = ops.fork(module(x, next(modulations)), module.clip_act)
+                x, skip = module(x, next(modulations), forks=True, clip_x=clip)
+                skips.append(skip)
+                clip = module.clip_act
             else:
-                x = skip = module(x)
-            skips.append(skip)
+                x = module(x)
+        x, skip = ops.fork(x, clip)
+        skips.append(skip)
         for name, block in self.dec.items():
             x = block(x, next(modulations), skips.pop() if "block" in name else None)
         (x,) = ops.fork(x, block.clip_act, 1)

@@ -16,6 +16,7 @@ if find_spec("triton"):
         attention_branch,
         residual_branch_cat,
         residual_branch_norm,
+        residual_branch_norm_fork,
         residual_branch_silu,
         residual_branch_up,
     )
@@ -45,6 +46,7 @@ else:
         resample,
         residual_branch_cat,
         residual_branch_norm,
+        residual_branch_norm_fork,
         residual_branch_silu,
         residual_branch_up,
     )
@@ -72,6 +74,7 @@ __all__ = [
     "resample",
     "residual_branch_cat",
     "residual_branch_norm",
+    "residual_branch_norm_fork",
     "residual_branch_silu",
     "residual_branch_up",
 ]
@@ -88,6 +91,6 @@ def _backend(name: str, device: str) -> str:
         return "reference"
     from kernels import registration
 
-    name = name.removeprefix("down_")
+    name = name.removeprefix("down_").removesuffix("_fork")
     op = registration.OPS.get(name) or registration.OPS.get(f"{name}_backward")  # a fork has no other
     return "triton" if op and op.triton and registration.on_triton(device) else "eager"

@@ -28,6 +28,7 @@ from kernels.conv_forms import (
     saves_for,
 )
 from kernels.eager import gradient_like, wide
+from kernels.fork import fork_backward
 from kernels.registration import register, register_derivative
 from kernels.weight import Weight, split_gradient, unpack
 
@@ -36,12 +37,20 @@ def residual_branch_norm(
     x: Tensor, w0: Weight, m: Tensor, w1: Weight, t: float, clip: float | None = None, down: bool = False
 ) -> Tensor:
     """`conv_sum` of `conv_silu` behind `pixel_norm_silu` (or `down_…`): a block of the encoder, x `[N, H, W, C]`."""
-    (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1)
-    check_shape("w1", w1, (w1.shape[0], x.shape[3], w0.shape[1]))
-    if down:
-        check_even("x", x)
+    (w0, master0), (w1, master1) = _check_norm(x, w0, m, w1, down)
     saves = saves_for(x, w0, master0, m, w1, master1)
     return _residual_branch_norm(x, w0, master0, m, w1, master1, t, clip, down, saves)[0]
+
+
+def residual_branch_norm_fork(
+    x: Tensor, w0: Weight, m: Tensor, w1: Weight, t: float, clip: float | None = None, down: bool = False,
+    clip_x: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`residual_branch_norm`, and x for another reader, like `fork(x, clip_x)`, whose sum of gradients costs no pass over them."""
+    if not torch.is_grad_enabled():
+        return residual_branch_norm(x, w0, m, w1, t, clip, down), x.detach()
+    (w0, master0), (w1, master1) = _check_norm(x, w0, m, w1, down)
+    return _NormFork.apply(x, w0, master0, m, w1, master1, t, clip, down, clip_x)
 
 
 def residual_branch_silu(
@@ -107,6 +116,14 @@ def _check_branch(
     return (w0, master0), (w1, master1)
 
 
+def _check_norm(x: Tensor, w0: Weight, m: Tensor, w1: Weight, down: bool) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    (w0, master0), (w1, master1) = _check_branch(x, w0, m, w1)
+    check_shape("w1", w1, (w1.shape[0], x.shape[3], w0.shape[1]))
+    if down:
+        check_even("x", x)
+    return (w0, master0), (w1, master1)
+
+
 _residual_branch_norm = register(
     "residual_branch_norm", branches_eager.residual_branch_norm,
     lambda x, w0, master0, m, w1, master1, t, clip, down, saves: _norm_outputs(x, w0, w1, down, saves),
@@ -116,7 +133,7 @@ _residual_branch_norm = register(
 )  # fmt: skip
 _residual_branch_norm_backward = register(
     "residual_branch_norm_backward", branches_eager.residual_branch_norm_backward,
-    lambda g, w0, m, w1, n, s, rms, v, u, t, down: (
+    lambda g, w0, m, w1, n, s, rms, v, u, t, down, *_: (
         doubled(n, n.shape[3]) if down else torch.empty_like(n), gradient_like(w0), *like(m), gradient_like(w1),
     ),
     branches_triton.residual_branch_norm_backward, lambda g, w0, m, w1, *_: 2 * flops(g, w0, w1),
@@ -215,6 +232,31 @@ def _save_residual_branch_norm(ctx: FunctionCtx, inputs: tuple, output: tuple[Te
 def _residual_branch_norm_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     dx, dw0, dm, dw1 = _residual_branch_norm_backward(g.contiguous(), *ctx.saved_tensors, ctx.t, ctx.down)
     return dx, *split_gradient(dw0, ctx.master0), dm, *split_gradient(dw1, ctx.master1), None, None, None, None
+
+
+class _NormFork(torch.autograd.Function):
+    """Not an op of the dispatcher: one of its outputs is its input."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+        t: float, clip: float | None, down: bool, clip_x: float | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.masters, ctx.constants, ctx.clip_x = (master0, master1), (t, down), clip_x
+        y, *saved = _residual_branch_norm(x, w0, master0, m, w1, master1, t, clip, down, True)
+        ctx.save_for_backward(w0, m, w1, *saved, None if clip_x is None else x)
+        return y, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, g: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
+        *saved, x = ctx.saved_tensors
+        other = other if other is None else other.contiguous()
+        if g is None:
+            return (other if other is None or x is None else fork_backward(other, None, x, ctx.clip_x), *[None] * 9)
+        dx, dw0, dm, dw1 = _residual_branch_norm_backward(g.contiguous(), *saved, *ctx.constants, other, x, ctx.clip_x)
+        dw0, dw1 = (split_gradient(dw, master) for dw, master in zip((dw0, dw1), ctx.masters))
+        return dx, *dw0, dm, *dw1, None, None, None, None
 
 
 def _save_residual_branch_silu(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:

@@ -23,12 +23,12 @@ def residual_branch_norm(
 
 def residual_branch_norm_backward(
     g: Tensor, w0: Tensor, m: Tensor, w1: Tensor, n: Tensor, s: Tensor, rms: Tensor, v: Tensor, u: Tensor,
-    t: float, down: bool,
+    t: float, down: bool, other: Tensor | None = None, x: Tensor | None = None, clip_x: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, w0, m and w1."""
+    """Of x, w0, m and w1. `other` is the gradient of x from another reader; x is wanted with a clip only."""
     dv, dw1, _ = eager.conv_sum_backward(g, v, w1, None, t, None)
     ds, dw0, dm = eager.conv_silu_backward(dv, s, w0, m, u)
-    return eager.pixel_norm_silu_backward(g, ds, n, rms, down, eager.sum_scales(t)[0]), dw0, dm, dw1
+    return eager.pixel_norm_silu_backward(g, ds, n, rms, down, eager.sum_scales(t)[0], other, x, clip_x), dw0, dm, dw1
 
 
 def residual_branch_silu(

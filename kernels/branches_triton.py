@@ -30,7 +30,7 @@ def residual_branch_norm(
 
 def residual_branch_norm_backward(
     g: Tensor, w0: Tensor, m: Tensor, w1: Tensor, n: Tensor, s: Tensor, rms: Tensor, v: Tensor, u: Tensor,
-    t: float, down: bool,
+    t: float, down: bool, other: Tensor | None = None, x: Tensor | None = None, clip_x: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scale, scale_conv = sum_scales(t)
     sums = Sums()
@@ -38,7 +38,7 @@ def residual_branch_norm_backward(
     ds, _ = convolve(du, dense(w0), transposed=True, training=True)
     dw0, dw1 = _weight_gradients(du, s, w0, g, v, w1, scale_conv, sums)
     sums.run()
-    return pixel_norm_silu_backward_triton(g, ds, n, rms, down, scale), dw0, dm, dw1
+    return pixel_norm_silu_backward_triton(g, ds, n, rms, down, scale, other, x, clip_x), dw0, dm, dw1
 
 
 def residual_branch_silu(

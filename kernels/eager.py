@@ -239,14 +239,18 @@ def pixel_norm_silu(x: Tensor, down: bool) -> tuple[Tensor, Tensor, Tensor]:
     return y, mp_silu(y), rms.squeeze(-1)
 
 
-def pixel_norm_silu_backward(gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool, scale: float = 1.0) -> Tensor:
-    """(g − y · ⟨y,g⟩/C · (rms+ε)/rms) / (rms+ε) with g = scale·gy + silu′(y)·gs."""
+def pixel_norm_silu_backward(
+    gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool, scale: float = 1.0,
+    other: Tensor | None = None, x: Tensor | None = None, clip: float | None = None,
+) -> Tensor:  # fmt: skip
+    """(g − y · ⟨y,g⟩/C · (rms+ε)/rms) / (rms+ε) with g = scale·gy + silu′(y)·gs; plus `other`, and 0 where |x| ≥ clip."""
     rms = rms.unsqueeze(-1)
     d = rms + EPS
     g = torch.add(gy if scale == 1 else gy * scale, aten.silu_backward(gs, y), alpha=SILU_SCALE)
     dx, _ = project(g.to(rms.dtype), y.to(rms.dtype), rms / d * y.shape[-1], (-1,))
     dx = dx.mul_((0.25 if down else 1) / d).to(y.dtype)
-    return resample(dx, (1, 1), "up") if down else dx
+    dx = resample(dx, (1, 1), "up") if down else dx
+    return clip_backward(dx if other is None else dx + other, x, clip)
 
 
 def cosine_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -148,6 +148,15 @@ def residual_branch_norm(
     return _clip_straight(conv_sum(conv_silu(s, w0, m), w1, x, t), clip)
 
 
+def residual_branch_norm_fork(
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, down: bool = False,
+    clip_x: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`residual_branch_norm`, and x for another reader."""
+    x, other = fork(x, clip_x)
+    return residual_branch_norm(x, w0, m, w1, t, clip, down), other
+
+
 def residual_branch_silu(
     x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, clip_x: float | None = None
 ) -> Tensor:

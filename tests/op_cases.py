@@ -140,6 +140,15 @@ CASES = {
     "fork one": Case("fork", [(3, 5)], {"clip": 0.5, "readers": 1}),
     "fork three": Case("fork", [(3, 5)], {"clip": 0.5, "readers": 3}),
     "residual_branch_norm": Case("residual_branch_norm", [(2, 5, 3, 8), (9, 40, 8), (2, 40), (9, 8, 40)], {"t": 0.3}),
+    "residual_branch_norm_fork": Case(
+        "residual_branch_norm_fork", [(2, 5, 3, 8), (9, 40, 8), (2, 40), (9, 8, 40)], {"t": 0.3, "clip_x": 0.9}
+    ),
+    "residual_branch_norm_fork down": Case(
+        "residual_branch_norm_fork", [(3, 4, 8, 16), (9, 24, 16), (3, 24), (1, 16, 24)], {"t": 0.4, "clip": 0.5, "down": True}
+    ),
+    "residual_branch_norm_fork down clip": Case(
+        "residual_branch_norm_fork", [(1, 4, 2, 16), (1, 8, 16), (1, 8), (1, 16, 8)], {"t": 0.4, "down": True, "clip_x": 0.8}
+    ),
     "residual_branch_norm down clip": Case(
         "residual_branch_norm", [(3, 4, 8, 16), (9, 24, 16), (3, 24), (1, 16, 24)], {"t": 0.4, "clip": 0.5, "down": True}
     ),

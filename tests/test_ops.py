@@ -245,7 +245,7 @@ def test_partial_gradients(case):
         inputs = [x if i == j else x.detach() for j, x in enumerate(case.inputs(torch.float64))]
         grads = []
         for module in (kernels, reference):
-            outputs = case.outputs(module, inputs)
+            outputs = [y for y in case.outputs(module, inputs) if y.requires_grad]
             grads += torch.autograd.grad(outputs, inputs[i], [torch.ones_like(y) for y in outputs])
         assert relative_error(*grads) < EXACT[torch.float64], f"input {i}"
 
