@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.convolve import Source, convolve
-from kernels.eager import gradient_like, sum_scales
+from kernels.eager import gradient_like
 from kernels.jit import is_recording
 from kernels.modulation import masked_gradient, modulated_silu_backward
-from kernels.reference import cat_scales
+from kernels.reference import sum_scales
 from kernels.sums import Sums
 from kernels.wgrad import weight_gradient
 
@@ -75,34 +75,31 @@ def conv_sum_backward(
 
 def conv_cat_sum(
     x: Tensor, w: Tensor, master: Tensor | None, a: Tensor, b: Tensor, w_skip: Tensor, master_skip: Tensor | None,
-    cat_t: float, t: float, clip: float | None,
+    clip: float | None,
 ) -> Tensor:  # fmt: skip
-    (scale, scale_conv), (scale_a, scale_b) = sum_scales(t), cat_scales(a.shape[3], b.shape[3], cat_t)
-    parts = w_skip.split([a.shape[3], b.shape[3]], dim=2)
-    w_a, w_b = (part * (scale * s / scale_conv) for part, s in zip(parts, (scale_a, scale_b)))
-    sources = [Source(dense(a), w_a), Source(dense(b), w_b)]
-    return convolve(dense(x), dense(w), sources=sources, scale=scale_conv, clip=clip)[0]
+    parts = dense(w_skip).split([a.shape[3], b.shape[3]], dim=2)
+    sources = [Source(dense(source), part) for source, part in zip((a, b), parts)]
+    return convolve(dense(x), dense(w), sources=sources, clip=clip)[0]
 
 
 def conv_cat_sum_backward(
-    g: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, y: Tensor | None, cat_t: float,
-    t: float, clip: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dw, g = conv_sum_backward(g, x, w, y, t, clip)
-    return dx, dw, *skip_backward(g, a, b, w_skip, cat_t)
+    g: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, y: Tensor | None, clip: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    g = dense(g) if clip is None else masked_gradient(g, y, 1.0, clip)
+    dx, _ = convolve(g, dense(w), transposed=True, training=True)
+    return dx, weight_gradient(g, dense(x), w.shape[0]), *skip_backward(g, a, b, w_skip)
 
 
 def skip_backward(
-    g: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, factor: float = 1.0, sums: Sums | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `factor` times the 1×1 convolution of MP-Cat."""
+    g: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, sums: Sums | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of the 1×1 convolution of both sources."""
     channels = [a.shape[3], b.shape[3]]
     dw_skip = gradient_like(w_skip)
-    parts = zip((a, b), w_skip.split(channels, dim=2), dw_skip.split(channels, dim=2), cat_scales(*channels, cat_t))
     dx = []
-    for source, w, dw, scale in parts:
-        weight_gradient(g, dense(source), 1, factor * scale, out=dw, sums=sums)
-        dx.append(convolve(g, w, transposed=True, scale=factor * scale)[0])
+    for source, w, dw in zip((a, b), dense(w_skip).split(channels, dim=2), dw_skip.split(channels, dim=2)):
+        weight_gradient(g, dense(source), 1, out=dw, sums=sums)
+        dx.append(convolve(g, w, transposed=True)[0])
     return *dx, dw_skip
 
 
