@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels as ops
-from kernels.reference import EPS
+from kernels.reference import EPS, NO_FACTORS, Factors, joined_factors
 
 if TYPE_CHECKING:
     from kernels.weight import PreparedWeight
@@ -37,19 +37,29 @@ class MPConv(nn.Module):
     """Weight-normalised convolution or (with `kernel=()`) linear layer without bias, Eq. 47 and 66.
 
     The raw weight `[out, in, *kernel]` is fp32. `forward` never writes to it: see `force_weight_norm_`. `heads` orders
-    the rows of a qkv weight; `up`: it convolves behind an up-sampling that its op does. `prepared` is the weight as the
-    ops want it, where `edm2.weights` has made it beforehand.
+    the rows of a qkv weight; `up`: it convolves behind an up-sampling that its op does; `factors` scale what it gives its op.
+    `prepared` is the weight as the ops want it, where `edm2.weights` has made it beforehand.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: Sequence[int] = (), heads: int = 0, up: bool = False):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: Sequence[int] = (),
+        heads: int = 0,
+        up: bool = False,
+        factors: Factors = NO_FACTORS,
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(out_channels, in_channels, *kernel))
-        self.heads, self.up = heads, up
+        self.heads, self.up, self.factors = heads, up, factors
         self.prepared = None
 
     def prepare(self, dtype: torch.dtype, gain: Tensor | None = None) -> "Tensor | PreparedWeight":
         """The weight as the ops want it, `[taps, out, in]`: see `kernels.mp_weight`."""
-        return ops.mp_weight(self.weight, gain, dtype, self.heads, self.up) if self.prepared is None else self.prepared
+        if self.prepared is not None:
+            return self.prepared
+        return ops.mp_weight(self.weight, gain, dtype, self.heads, self.up, self.factors)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         op = ops.conv if self.weight.ndim == 4 else ops.linear
@@ -83,9 +93,10 @@ def normalized_weights(net: nn.Module) -> list[nn.Parameter]:
 class Block(nn.Module):
     """Residual block of the encoder or the decoder, optionally resampling first or attending last (Fig. 21).
 
-    An encoder block projects and pixel-normalises its main path on entry. A decoder block called with a `skip`
-    joins it to its input by MP-Cat (`in_channels` counts both) and projects on the way out. The gradient of its output
-    passes the clip: whoever reads that stops it, a block at its input, others by `kernels.fork`.
+    An encoder block projects and pixel-normalises its main path on entry. A decoder block with a skip of
+    `skip_channels` joins it to its input by MP-Cat (`in_channels` counts both) and projects on the way out: the factors of
+    MP-Cat and MP-Sum are in its weights. The gradient of its output passes the clip: whoever reads that stops it, a block at
+    its input, others by `kernels.fork`.
     """
 
     def __init__(
@@ -103,20 +114,28 @@ class Block(nn.Module):
         attn_balance: float = 0.3,
         concat_balance: float = 0.5,
         clip_act: float | None = 256.0,
+        skip_channels: int = 0,
     ):
         super().__init__()
         self.heads = out_channels // channels_per_head if attention else 0
         if attention and (self.heads == 0 or out_channels % self.heads):
             raise ValueError(f"{out_channels} channels cannot attend in heads of {channels_per_head} or a little more")
+        if skip_channels and (flavor == "enc" or in_channels == out_channels or resample_mode != "keep"):
+            raise ValueError(f"skip_channels {skip_channels}: only a block of the decoder that projects, and keeps its size, takes a skip")
         self.flavor, self.resample_mode, self.resample_filter = flavor, resample_mode, tuple(resample_filter)
+        self.skip_channels = skip_channels
         self.dropout, self.clip_act = dropout, clip_act
         self.res_balance, self.attn_balance, self.concat_balance = res_balance, attn_balance, concat_balance
         self.emb_gain = nn.Parameter(torch.zeros([]))
+        factors1 = factors_skip = NO_FACTORS
+        if skip_channels:
+            factors1, factors_skip = joined_factors(in_channels - skip_channels, skip_channels, concat_balance, res_balance)
         doubles = flavor == "dec" and resample_mode == "up" and self.resample_filter == (1, 1) and in_channels == out_channels
         self.conv_res0 = MPConv(out_channels if flavor == "enc" else in_channels, out_channels, (3, 3), up=doubles)
         self.emb_linear = MPConv(emb_channels, out_channels)
-        self.conv_res1 = MPConv(out_channels, out_channels, (3, 3))
-        self.conv_skip = MPConv(in_channels, out_channels, (1, 1)) if in_channels != out_channels else None
+        self.conv_res1 = MPConv(out_channels, out_channels, (3, 3), factors=factors1)
+        projects = in_channels != out_channels
+        self.conv_skip = MPConv(in_channels, out_channels, (1, 1), factors=factors_skip) if projects else None
         self.attn_qkv = MPConv(out_channels, out_channels * 3, (1, 1), heads=self.heads) if attention else None
         self.attn_proj = MPConv(out_channels, out_channels, (1, 1)) if attention else None
 
@@ -133,6 +152,9 @@ class Block(nn.Module):
         """
         if forks:
             return self._encode(x, m, clip_x)
+        given = 0 if skip is None else skip.shape[3]
+        if given != self.skip_channels:
+            raise ValueError(f"skip: expected {self.skip_channels} channels, got {given}")
         dropout = self.dropout if self.training else 0.0
         filters = self.resample_mode == "up" and self.resample_filter != (1, 1)
         projects = self.flavor == "dec" and skip is None and self.conv_skip is not None
@@ -152,9 +174,9 @@ class Block(nn.Module):
     def _branch(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
         """MP-Sum of the main path and the residual branch, then clip."""
         w0, w1 = self.conv_res0.prepare(x.dtype), self.conv_res1.prepare(x.dtype)
-        balances = self.concat_balance, self.res_balance
         if skip is not None:
-            return ops.residual_branch_cat(x, skip, w0, m, w1, self.conv_skip.prepare(x.dtype), *balances, clip, self.clip_act)
+            w_skip = self.conv_skip.prepare(x.dtype)
+            return ops.residual_branch_cat(x, skip, w0, m, w1, w_skip, self.concat_balance, clip, self.clip_act)
         if self.conv_res0.up:
             return ops.residual_branch_up(x, w0, m, w1, self.res_balance, clip, self.clip_act)
         if self.flavor == "dec":
@@ -179,8 +201,7 @@ class Block(nn.Module):
         w = self.conv_res1.prepare(y.dtype)
         if skip is None:
             return ops.conv_sum(y, w, main, self.res_balance, clip)
-        w_skip = self.conv_skip.prepare(y.dtype)
-        return ops.conv_cat_sum(y, w, main, skip, w_skip, self.concat_balance, self.res_balance, clip)
+        return ops.conv_cat_sum(y, w, main, skip, self.conv_skip.prepare(y.dtype), clip)
 
     @property
     def _halves(self) -> bool:
@@ -258,7 +279,8 @@ class UNet(nn.Module):
             else:
                 self.dec[f"{res}x{res}_up"] = block(current, current, resample_mode="up")
             for i in range(num_blocks + 1):
-                self.dec[f"{res}x{res}_block{i}"] = block(current + skips.pop(), width, attention=attend[level])
+                skip = skips.pop()
+                self.dec[f"{res}x{res}_block{i}"] = block(current + skip, width, attention=attend[level], skip_channels=skip)
                 current = width
         self.out_conv = MPConv(current, img_channels, (3, 3))
         self.prepared_modulation = None  # all blocks' emb_linear as one weight, like `MPConv.prepared`

@@ -24,7 +24,6 @@ from kernels.conv_forms import (
     output,
     refuses,
     refuses_sources,
-    refuses_t,
     saves_for,
 )
 from kernels.eager import gradient_like, wide
@@ -74,10 +73,13 @@ def residual_branch_up(
 
 
 def residual_branch_cat(
-    a: Tensor, b: Tensor, w0: Weight, m: Tensor, w1: Weight, w_skip: Weight, cat_t: float, t: float,
+    a: Tensor, b: Tensor, w0: Weight, m: Tensor, w1: Weight, w_skip: Weight, cat_t: float,
     clip: float | None = None, clip_a: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """`conv_cat_sum` of `conv_silu` of `cat_silu`, a's gradient stopped at `clip_a`: a block of the decoder with a skip."""
+    """`conv_cat_sum` of `conv_silu` of `cat_silu`, a's gradient stopped at `clip_a`: a block of the decoder with a skip.
+
+    w1 and w_skip come with the factors of MP-Sum and MP-Cat: see `kernels.reference.joined_factors`.
+    """
     (w0, master0), (w1, master1) = unpack(w0), unpack(w1)
     w_skip, master_skip = check_sources(a, b, w_skip, a, w1)
     check_shape("w0", w0, (*w0.shape[:2], a.shape[3] + b.shape[3]))
@@ -86,7 +88,7 @@ def residual_branch_cat(
     check_modulation(m, a, w0)
     saves = saves_for(a, b, w0, master0, m, w1, master1, w_skip, master_skip)
     weights = w0, master0, m, w1, master1, w_skip, master_skip
-    return _residual_branch_cat(a, b, *weights, cat_t, t, clip, clip_a, saves)[0]
+    return _residual_branch_cat(a, b, *weights, cat_t, clip, clip_a, saves)[0]
 
 
 def attention_branch(x: Tensor, w_qkv: Weight, w_proj: Weight, heads: int, t: float, clip: float | None = None) -> Tensor:
@@ -168,7 +170,7 @@ _residual_branch_cat = register(
     lambda a, b, w0, master0, m, w1, *rest: _branch_outputs(a, w0, w1, rest[-1], a.shape[3] + b.shape[3]),
     branches_triton.residual_branch_cat,
     lambda a, b, w0, master0, m, w1, master1, w_skip, *_: flops(a, w0, w1, w_skip),
-    lambda *args: refuses(args, 2, 5, 7) or refuses_sources(*args[:2]) or refuses_t(args[10], 0),
+    lambda *args: refuses(args, 2, 5, 7) or refuses_sources(*args[:2]),
 )  # fmt: skip
 _residual_branch_cat_backward = register(
     "residual_branch_cat_backward", branches_eager.residual_branch_cat_backward,
@@ -270,8 +272,8 @@ def _branch_autograd(backward: Any, ctx: FunctionCtx, g: Tensor, *_: None) -> tu
 
 
 def _save_residual_branch_cat(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    a, b, w0, ctx.master0, m, w1, ctx.master1, w_skip, ctx.master_skip, cat_t, t, _, clip_a, _ = inputs
-    ctx.constants = cat_t, t, clip_a
+    a, b, w0, ctx.master0, m, w1, ctx.master1, w_skip, ctx.master_skip, cat_t, _, clip_a, _ = inputs
+    ctx.constants = cat_t, clip_a
     ctx.save_for_backward(a, b, w0, m, w1, w_skip, *output[1:])
 
 
@@ -279,7 +281,7 @@ def _residual_branch_cat_autograd(ctx: FunctionCtx, g: Tensor, *_: None) -> tupl
     grads = _residual_branch_cat_backward(g.contiguous(), *ctx.saved_tensors, *ctx.constants)
     da, db, dw0, dm, dw1, dw_skip = grads
     dw0, dw1, dw_skip = (split_gradient(*pair) for pair in zip((dw0, dw1, dw_skip), (ctx.master0, ctx.master1, ctx.master_skip)))
-    return da, db, *dw0, dm, *dw1, *dw_skip, *(None,) * 5
+    return da, db, *dw0, dm, *dw1, *dw_skip, *(None,) * 4
 
 
 def _save_attention_branch(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:

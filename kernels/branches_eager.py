@@ -76,20 +76,20 @@ def _sum_2x2(x: Tensor) -> Tensor:
 
 def residual_branch_cat(
     a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, clip_a: float | None, saves: bool,
+    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, clip: float | None, clip_a: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = eager.cat_silu(a, b, cat_t)
     v, u = eager.conv_silu(s, w0, None, m, saves)
-    y = eager.conv_cat_sum(v, w1, None, a, b, w_skip, None, cat_t, t, clip)
+    y = eager.conv_cat_sum(v, w1, None, a, b, w_skip, None, clip)
     return y, *saved(saves, s, v, u)
 
 
 def residual_branch_cat_backward(
     g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
-    cat_t: float, t: float, clip_a: float | None,
+    cat_t: float, clip_a: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of a, b, w0, m, w1 and w_skip."""
-    dv, dw1, da, db, dw_skip = eager.conv_cat_sum_backward(g, v, w1, a, b, w_skip, None, cat_t, t, None)
+    dv, dw1, da, db, dw_skip = eager.conv_cat_sum_backward(g, v, w1, a, b, w_skip, None, None)
     ds, dw0, dm = eager.conv_silu_backward(dv, s, w0, m, u)
     da_silu, db_silu = eager.cat_silu_backward(ds, a, b, cat_t)
     return eager.clip_backward(da.add_(da_silu), a, clip_a), db.add_(db_silu), dw0, dm, dw1, dw_skip

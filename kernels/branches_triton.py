@@ -11,10 +11,9 @@ from kernels.attention import cosine_attention_backward_triton, cosine_attention
 from kernels.branches_eager import saved
 from kernels.conv_triton import conv, conv_cat_sum, conv_silu, conv_sum, dense, rows, skip_backward
 from kernels.convolve import Rest, convolve
-from kernels.eager import sum_scales
 from kernels.pixel_norm import pixel_norm_silu_backward_triton, pixel_norm_silu_triton
 from kernels.pointwise import cat_silu_triton, mp_silu_triton
-from kernels.reference import cat_scales
+from kernels.reference import cat_scales, sum_scales
 from kernels.sums import Sums
 from kernels.wgrad import Product, weight_gradient, weight_gradients
 
@@ -77,28 +76,27 @@ def residual_branch_up_backward(
 
 def residual_branch_cat(
     a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, clip_a: float | None, saves: bool,
+    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, clip: float | None, clip_a: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = cat_silu_triton(a, b, cat_t)
     v, u = conv_silu(s, w0, master0, m, saves)
-    return conv_cat_sum(v, w1, master1, a, b, w_skip, master_skip, cat_t, t, clip), *saved(saves, s, v, u)
+    return conv_cat_sum(v, w1, master1, a, b, w_skip, master_skip, clip), *saved(saves, s, v, u)
 
 
 def residual_branch_cat_backward(
     g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
-    cat_t: float, t: float, clip_a: float | None,
+    cat_t: float, clip_a: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of each source: through its part of w_skip, then with that through its part of w0."""
-    scale, scale_conv = sum_scales(t)
     sums = Sums()
-    da, db, dw_skip = skip_backward(g, a, b, w_skip, cat_t, scale, sums)
-    du, dm = _second_backward(g, w1, m, u, scale_conv, sums)
+    da, db, dw_skip = skip_backward(g, a, b, w_skip, sums)
+    du, dm = _second_backward(g, w1, m, u, 1.0, sums)
     channels = [a.shape[3], b.shape[3]]
     scale_a, scale_b = cat_scales(*channels, cat_t)
     main = dict(aux=da, scale_aux=1.0, act=dense(a), scale_act=scale_a, clip=clip_a)
     rest = Rest(channels[1], db, dense(b), scale_b)
     da, db = convolve(du, dense(w0), "residual_silu_grad", transposed=True, **main, rest=rest, training=True)
-    dw0, dw1 = _weight_gradients(du, s, w0, g, v, w1, scale_conv, sums)
+    dw0, dw1 = _weight_gradients(du, s, w0, g, v, w1, 1.0, sums)
     sums.run()
     return da, db, dw0, dm, dw1, dw_skip
 

@@ -64,13 +64,14 @@ def conv_sum(x: Tensor, w: Weight, residual: Tensor, t: float, clip: float | Non
     return _conv_sum(x, w, master, residual, t, clip)
 
 
-def conv_cat_sum(
-    x: Tensor, w: Weight, a: Tensor, b: Tensor, w_skip: Weight, cat_t: float, t: float, clip: float | None = None
-) -> Tensor:
-    """`conv_sum` whose residual is the 1×1 convolution `w_skip` `[1, Cout, Ca+Cb]` of the MP-Cat of a and b."""
+def conv_cat_sum(x: Tensor, w: Weight, a: Tensor, b: Tensor, w_skip: Weight, clip: float | None = None) -> Tensor:
+    """The convolution of x plus the 1×1 convolution `w_skip` `[1, Cout, Ca+Cb]` of a and b, one after the other, then clip.
+
+    The weights come with the factors of MP-Sum and MP-Cat: see `kernels.reference.joined_factors`.
+    """
     w, master = check_conv(x, w)
     w_skip, master_skip = check_sources(a, b, w_skip, x, w)
-    return _conv_cat_sum(x, w, master, a, b, w_skip, master_skip, cat_t, t, clip)
+    return _conv_cat_sum(x, w, master, a, b, w_skip, master_skip, clip)
 
 
 _conv = register("conv", eager.conv, output, conv_triton.conv, lambda x, w, *_: flops(x, w))
@@ -107,18 +108,18 @@ _conv_sum_backward = register(
     "conv_sum_backward", eager.conv_sum_backward,
     lambda g, x, w, *_: (torch.empty_like(x), gradient_like(w), *like(g)),
     conv_triton.conv_sum_backward, lambda g, x, w, *_: 2 * flops(x, w),
-    lambda *args: refuses(args, 2) or refuses_t(args[4], 1),
+    lambda *args: refuses(args, 2) or refuses_t(args[4]),
 )  # fmt: skip
 _conv_cat_sum = register(
     "conv_cat_sum", eager.conv_cat_sum, output, conv_triton.conv_cat_sum,
     lambda x, w, _, a, b, w_skip, *__: flops(x, w, w_skip),
-    lambda *args: refuses(args, 1, 5) or refuses_sources(*args[3:5]) or refuses_t(args[8], 0),
+    lambda *args: refuses(args, 1, 5) or refuses_sources(*args[3:5]),
 )  # fmt: skip
 _conv_cat_sum_backward = register(
     "conv_cat_sum_backward", eager.conv_cat_sum_backward,
     lambda g, x, w, a, b, w_skip, *_: (torch.empty_like(x), gradient_like(w), *like(a, b), gradient_like(w_skip)),
     conv_triton.conv_cat_sum_backward, lambda g, x, w, a, b, w_skip, *_: 2 * flops(x, w, w_skip),
-    lambda *args: refuses(args, 2, 5) or refuses_sources(*args[3:5]) or refuses_t(args[8], 1),
+    lambda *args: refuses(args, 2, 5) or refuses_sources(*args[3:5]),
 )  # fmt: skip
 def _save_conv(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
     x, w, ctx.master = inputs
@@ -154,14 +155,14 @@ def _conv_sum_autograd(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor | None, ...]
 
 
 def _save_conv_cat_sum(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    x, w, ctx.master, a, b, w_skip, ctx.master_skip, ctx.cat_t, ctx.t, ctx.clip = inputs
+    x, w, ctx.master, a, b, w_skip, ctx.master_skip, ctx.clip = inputs
     ctx.save_for_backward(x, w, a, b, w_skip, None if ctx.clip is None else output)
 
 
 def _conv_cat_sum_autograd(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _conv_cat_sum_backward(g.contiguous(), *ctx.saved_tensors, ctx.cat_t, ctx.t, ctx.clip)
+    grads = _conv_cat_sum_backward(g.contiguous(), *ctx.saved_tensors, ctx.clip)
     dx, dw, da, db, dw_skip = grads
-    return dx, *split_gradient(dw, ctx.master), da, db, *split_gradient(dw_skip, ctx.master_skip), None, None, None
+    return dx, *split_gradient(dw, ctx.master), da, db, *split_gradient(dw_skip, ctx.master_skip), None
 
 
 register_derivative(_conv, _save_conv, _conv_autograd)

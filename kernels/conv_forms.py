@@ -67,9 +67,9 @@ def refuses_sources(*sources: Tensor) -> str | None:
     return next((f"a source of {x.shape[3]} channels, kernels take multiples of 8" for x in sources if x.shape[3] % 8), None)
 
 
-def refuses_t(t: float, end: float) -> str | None:
-    """Factors are taken relative to one of MP-Sum's, which is 0 at one end of t."""
-    return f"t = {t:g}, kernels sum two sources" if t == end else None
+def refuses_t(t: float) -> str | None:
+    """Of an MP-Sum's derivative, the convolution's factor is taken relative to the residual's, which is 0 at the end of t."""
+    return "t = 1, kernels sum two sources" if t == 1 else None
 
 
 def like(*tensors: Tensor | None) -> tuple[Tensor, ...]:

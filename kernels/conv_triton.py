@@ -4,15 +4,13 @@ Of `conv_sum`, the gradient of the residual is what its other gradients read: th
 times MP-Sum's factor.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.convolve import Rest, Source, convolve
-from kernels.eager import sum_scales
 from kernels.jit import is_recording
 from kernels.modulation import masked_gradient, modulated_silu_backward
-from kernels.reference import cat_scales
+from kernels.reference import sum_scales
 from kernels.sums import Sums
 from kernels.wgrad import weight_gradient
 
@@ -76,31 +74,27 @@ def conv_sum_backward(
 
 def conv_cat_sum(
     x: Tensor, w: Tensor, master: Tensor | None, a: Tensor, b: Tensor, w_skip: Tensor, master_skip: Tensor | None,
-    cat_t: float, t: float, clip: float | None,
+    clip: float | None,
 ) -> Tensor:  # fmt: skip
-    (scale, scale_conv), (scale_a, scale_b) = sum_scales(t), cat_scales(a.shape[3], b.shape[3], cat_t)
-    parts = w_skip.split([a.shape[3], b.shape[3]], dim=2)
-    w_a, w_b = (part * (scale * s / scale_conv) for part, s in zip(parts, (scale_a, scale_b)))
-    sources = [Source(dense(a), w_a), Source(dense(b), w_b)]
-    return convolve(dense(x), dense(w), sources=sources, scale=scale_conv, clip=clip)[0]
+    parts = dense(w_skip).split([a.shape[3], b.shape[3]], dim=2)
+    sources = [Source(dense(source), part) for source, part in zip((a, b), parts)]
+    return convolve(dense(x), dense(w), sources=sources, clip=clip)[0]
 
 
 def conv_cat_sum_backward(
-    g: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, y: Tensor | None, cat_t: float,
-    t: float, clip: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dw, g = conv_sum_backward(g, x, w, y, t, clip)
-    return dx, dw, *skip_backward(g, a, b, w_skip, cat_t)
+    g: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, y: Tensor | None, clip: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    g = dense(g) if clip is None else masked_gradient(g, y, 1.0, clip)
+    dx, _ = convolve(g, dense(w), transposed=True, training=True)
+    return dx, weight_gradient(g, dense(x), w.shape[0]), *skip_backward(g, a, b, w_skip)
 
 
 def skip_backward(
-    g: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, factor: float = 1.0, sums: Sums | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `factor` times the 1×1 convolution of MP-Cat."""
-    channels = [a.shape[3], b.shape[3]]
-    factors = torch.cat([w_skip.new_full([c], s * factor, dtype=torch.float32) for c, s in zip(channels, cat_scales(*channels, cat_t))])
-    dw_skip = weight_gradient(g, dense(a), 1, rest=dense(b)).mul_(factors)  # TODO folded
-    da, db = convolve(g, (w_skip * factors).to(w_skip.dtype), transposed=True, rest=Rest(b.shape[3]))
+    g: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, sums: Sums | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of the 1×1 convolution of both sources."""
+    dw_skip = weight_gradient(g, dense(a), 1, rest=dense(b), sums=sums)
+    da, db = convolve(g, dense(w_skip), transposed=True, rest=Rest(b.shape[3]))
     return da, db, dw_skip
 
 

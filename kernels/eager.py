@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import library, reference
-from kernels.reference import EPS, SILU_SCALE, cat_scales
+from kernels.reference import EPS, NO_FACTORS, SILU_SCALE, Factors, cat_scales, sum_scales
 
 aten = torch.ops.aten
 
@@ -37,26 +37,37 @@ def project(g: Tensor, x: Tensor, square: Tensor, dims: tuple[int, ...]) -> tupl
     return torch.addcmul(g, x, slope, value=-1, out=product), dot
 
 
-def mp_weight(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int, up: bool) -> tuple[Tensor, Tensor]:
-    """`gain · w/d` by rows with `d = ‖w‖ + ε·√fan_in` (the √fan_in of Eq. 66 cancels against that of the RMS); also ‖w‖ `[Cout]`."""
-    rows, taps = w.flatten(1), w.shape[2:].numel()
+def mp_weight(
+    w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int, up: bool, split: int, left: float, right: float
+) -> tuple[Tensor, Tensor]:
+    """`gain · w/d` by rows with `d = ‖w‖ + ε·√fan_in` (the √fan_in of Eq. 66 cancels against that of the RMS), times
+    `Factors(split, left, right)`; also ‖w‖ `[Cout]`."""
+    rows, taps, factors = w.flatten(1), w.shape[2:].numel(), Factors(split, left, right)
     length = norm(rows, (1,))
     d = length + EPS * math.sqrt(rows.shape[1])
+    scale = 1 / d if gain is None else gain / d
+    if factors != NO_FACTORS:
+        scale = scale * factors.columns(w)
     y = w.new_empty(taps, *w.shape[:2], dtype=wide(w.dtype) if up else dtype)
     out, rows = y, w.reshape(*w.shape[:2], taps).permute(2, 0, 1)
     if heads:
         parts = (heads, w.shape[0] // (3 * heads), 3)
-        rows, d = (x.unflatten(-2, parts).transpose(-3, -2) for x in (rows, d))  # [taps, heads, 3, D, Cin]
+        rows, scale = (x.unflatten(-2, parts).transpose(-3, -2) for x in (rows, scale))  # [taps, heads, 3, D, Cin]
         out = y.view(rows.shape)
-    torch.mul(rows, 1 / d if gain is None else gain / d, out=out)
+    torch.mul(rows, scale, out=out)
     return reference.up_weight(y).to(dtype) if up else y, length.squeeze(1)
 
 
-def mp_weight_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) and dgain = Σ ⟨w,g⟩/d (nothing without a gain)."""
+def mp_weight_backward(
+    g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int, split: int, left: float, right: float
+) -> tuple[Tensor, Tensor]:
+    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) and dgain = Σ ⟨w,g⟩/d (nothing without a gain), g being times the factors."""
+    factors = Factors(split, left, right)
     g = (up_weight_backward(g) if g.shape[0] == 16 else g).permute(1, 2, 0)
     if heads:
         g = g.unflatten(0, (heads, 3, w.shape[0] // (3 * heads))).transpose(1, 2).flatten(0, 2)
+    if factors != NO_FACTORS:
+        g = g * factors.columns(w)[:, None]
     length = length.unsqueeze(1)
     d = length + EPS * math.sqrt(w.shape[1:].numel())
     dw, dot = project(g.reshape(w.flatten(1).shape).to(d.dtype), w.flatten(1), length * d, (1,))
@@ -143,12 +154,6 @@ def conv_sum_backward(
     return *_conv_backward(g, x, w * scale_conv, scale_conv), g * scale
 
 
-def sum_scales(t: float) -> tuple[float, float]:
-    """The two factors of MP-Sum, Eq. 88."""
-    scale = 1 / math.hypot(1 - t, t)
-    return (1 - t) * scale, t * scale
-
-
 def clip_backward(g: Tensor, y: Tensor | None, clip: float | None) -> Tensor:
     """g where |y| < clip, else 0, NaN included. y, the clipped output, need not be given without a clip."""
     return g if clip is None else torch.where(y.abs() < clip, g, 0)
@@ -156,38 +161,28 @@ def clip_backward(g: Tensor, y: Tensor | None, clip: float | None) -> Tensor:
 
 def conv_cat_sum(
     x: Tensor, w: Tensor, master: Tensor | None, a: Tensor, b: Tensor, w_skip: Tensor, master_skip: Tensor | None,
-    cat_t: float, t: float, clip: float | None,
+    clip: float | None,
 ) -> Tensor:  # fmt: skip
-    """All factors scale the weights, and the 1×1 convolutions accumulate into the output of the 3×3."""
-    w, w_a, w_b = _scaled_weights(w, w_skip, a, b, cat_t, t)[0]
+    """The 1×1 convolutions accumulate into the output of the 3×3."""
     y = conv(x, w)
     rows = y.flatten(0, 2)
-    for source, weight in ((a, w_a), (b, w_b)):
+    for source, weight in zip((a, b), _parts(w_skip, a, b)):
         torch.addmm(rows, source.flatten(0, 2), weight.T, out=rows)
     return y if clip is None else y.clamp_(-clip, clip)
 
 
 def conv_cat_sum_backward(
-    g: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, y: Tensor | None, cat_t: float,
-    t: float, clip: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    g: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, y: Tensor | None, clip: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     g = clip_backward(g, y, clip)
-    (w, w_a, w_b), scales = _scaled_weights(w, w_skip, a, b, cat_t, t)
-    columns = g.flatten(0, 2).T
-    dw_skip = [(columns @ source.flatten(0, 2)).to(wide(g.dtype)).mul_(scale) for source, scale in zip((a, b), scales[1:])]
-    dx, dw = _conv_backward(g, x, w, scales[0])
-    return dx, dw, g @ w_a, g @ w_b, torch.cat(dw_skip, dim=-1)[None]
+    columns, (w_a, w_b) = g.flatten(0, 2).T, _parts(w_skip, a, b)
+    dw_skip = [(columns @ source.flatten(0, 2)).to(wide(g.dtype)) for source in (a, b)]
+    return *_conv_backward(g, x, w), g @ w_a, g @ w_b, torch.cat(dw_skip, dim=-1)[None]
 
 
-def _scaled_weights(
-    w: Tensor, w_skip: Tensor, a: Tensor, b: Tensor, cat_t: float, t: float
-) -> tuple[list[Tensor], tuple[float, ...]]:
-    """The weights of the three sources times the factors of MP-Sum and MP-Cat, and these factors."""
-    scale, scale_conv = sum_scales(t)
-    channels = (a.shape[-1], b.shape[-1])
-    scale_a, scale_b = cat_scales(*channels, cat_t)
-    scales = (scale_conv, scale * scale_a, scale * scale_b)
-    return [weight * s for weight, s in zip((w, *w_skip[0].split(channels, dim=-1)), scales)], scales
+def _parts(w_skip: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """Each source's columns of w_skip."""
+    return w_skip[0].split((a.shape[-1], b.shape[-1]), dim=-1)
 
 
 def fork_backward(g: Tensor, other: Tensor | None, x: Tensor, clip: float) -> Tensor:

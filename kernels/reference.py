@@ -7,6 +7,7 @@ Improving the Training Dynamics of Diffusion Models" (arXiv 2312.02696).
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,20 +34,41 @@ def inverse_rms(x: Tensor, dim: int | Sequence[int], eps: float = EPS) -> Tensor
     return 1 / (norm / math.sqrt(count) + eps)
 
 
+class Factors(NamedTuple):
+    """Constants that a weight is multiplied by: `left` of its first `split` input channels, `right` of the others."""
+
+    split: int = 0
+    left: float = 1.0
+    right: float = 1.0
+
+    def columns(self, w: Tensor) -> Tensor:
+        """`[Cin]` of a raw weight `[Cout, Cin, …]`."""
+        return torch.cat([w.new_full([self.split], self.left), w.new_full([w.shape[1] - self.split], self.right)])
+
+
+NO_FACTORS = Factors()
+
+
 def mp_weight(
-    w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0, up: bool = False
+    w: Tensor,
+    gain: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    heads: int = 0,
+    up: bool = False,
+    factors: Factors = NO_FACTORS,
 ) -> Tensor:
     """Raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]` → prepared `[k·k, Cout, Cin]` in `dtype`. Eq. 66.
 
     Each row is normalised, scaled by `gain / sqrt(fan_in)` in fp32 and cast. `gain` is a learned scalar (Eq. 104)
     or None for 1. With `heads`, the rows of a qkv weight move from the checkpoint's order (head, channel, q|k|v)
-    to (head, q|k|v, channel), which `cosine_attention` expects. `up` makes a 3×3 weight `[16, Cout, Cin]`: see `up_weight`.
+    to (head, q|k|v, channel), which `cosine_attention` expects. `up` makes a 3×3 weight `[16, Cout, Cin]`: see `up_weight`. `factors` are
+    multiplied before the cast.
     """
     if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]):
         raise ValueError(f"w: expected [Cout, Cin] or [Cout, Cin, k, k], got {list(w.shape)}")
     rows = w.flatten(2) if w.ndim == 4 else w.unsqueeze(2)  # [Cout, Cin, taps]
     scale = inverse_rms(rows, dim=(1, 2)) / math.sqrt(rows.shape[1] * rows.shape[2])
-    rows = rows * (scale if gain is None else scale * gain)
+    rows = rows * (scale if gain is None else scale * gain) * factors.columns(w)[:, None]
     if heads:
         rows = rows.unflatten(0, (heads, len(rows) // (3 * heads), 3)).transpose(1, 2).flatten(0, 2)
     rows = rows.permute(2, 0, 1)
@@ -124,17 +146,21 @@ def conv_sum(x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | Non
     return mp_sum(residual, conv(x, w), t, clip)
 
 
-def conv_cat_sum(
-    x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, t: float, clip: float | None = None
-) -> Tensor:
-    """`conv_sum` whose residual is the 1×1 convolution `w_skip` `[1, Cout, Ca+Cb]` of the MP-Cat of a and b.
+def conv_cat_sum(x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, clip: float | None = None) -> Tensor:
+    """The convolution of x plus the 1×1 convolution `w_skip` `[1, Cout, Ca+Cb]` of a and b, one after the other, then clip.
 
-    The factors of MP-Cat scale the weight, so that nothing is concatenated.
+    The MP-Sum of an MP-Cat and a residual branch where the weights hold these two's factors: see `joined_factors`.
     """
-    channels = (a.shape[-1], b.shape[-1])
-    scale_a, scale_b = cat_scales(*channels, cat_t)
-    w_a, w_b = w_skip.split(channels, dim=-1)
-    return conv_sum(x, w, conv(a, w_a * scale_a) + conv(b, w_b * scale_b), t, clip)
+    w_a, w_b = w_skip.split((a.shape[-1], b.shape[-1]), dim=-1)
+    y = conv(x, w) + conv(a, w_a) + conv(b, w_b)
+    return y if clip is None else y.clamp(-clip, clip)
+
+
+def joined_factors(channels_a: int, channels_b: int, cat_t: float, t: float) -> tuple[Factors, Factors]:
+    """With these in its weights w and w_skip, `conv_cat_sum` is MP-Sum of w_skip's convolution of MP-Cat, and w's."""
+    scale, scale_conv = sum_scales(t)
+    scale_a, scale_b = cat_scales(channels_a, channels_b, cat_t)
+    return Factors(right=scale_conv), Factors(channels_a, scale * scale_a, scale * scale_b)
 
 
 def residual_branch_norm(
@@ -174,12 +200,12 @@ def residual_branch_up(
 
 
 def residual_branch_cat(
-    a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, cat_t: float, t: float,
+    a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, cat_t: float,
     clip: float | None = None, clip_a: float | None = None,
 ) -> Tensor:  # fmt: skip
     """`conv_cat_sum` of `conv_silu` of `cat_silu`, a's gradient stopped at `clip_a`: a block of the decoder with a skip."""
     a = clip_gradient(a, clip_a)
-    return _clip_straight(conv_cat_sum(conv_silu(cat_silu(a, b, cat_t), w0, m), w1, a, b, w_skip, cat_t, t), clip)
+    return _clip_straight(conv_cat_sum(conv_silu(cat_silu(a, b, cat_t), w0, m), w1, a, b, w_skip), clip)
 
 
 def attention_branch(
@@ -221,9 +247,15 @@ def mp_silu(x: Tensor) -> Tensor:
 
 def mp_sum(a: Tensor, b: Tensor, t: float, clip: float | None = None) -> Tensor:
     """`((1−t)·a + t·b) / sqrt((1−t)² + t²)`, Eq. 88, clamped to ±clip if given."""
-    scale = 1 / math.hypot(1 - t, t)
-    y = torch.add(a * ((1 - t) * scale), b, alpha=t * scale)
+    scale_a, scale_b = sum_scales(t)
+    y = torch.add(a * scale_a, b, alpha=scale_b)
     return y if clip is None else y.clamp(-clip, clip)
+
+
+def sum_scales(t: float) -> tuple[float, float]:
+    """The two factors of MP-Sum, Eq. 88."""
+    scale = 1 / math.hypot(1 - t, t)
+    return (1 - t) * scale, t * scale
 
 
 def mp_cat(a: Tensor, b: Tensor, t: float) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.jit import INTERPRET
+from kernels.reference import Factors
 from kernels.registration import on_triton
 from tests.conftest import relative_error
 from tests.tolerances import limit
@@ -108,6 +109,10 @@ CASES = {
     "mp_weight heads": Case("mp_weight", [(2 * 2 * 3, 8, 1, 1)], {"heads": 2}),
     "mp_weight up": Case("mp_weight", [(5, 40, 3, 3)], {"up": True}),
     "mp_weight up gain": Case("mp_weight", [(3, 7, 3, 3), ()], {"up": True}),
+    "mp_weight factors": Case("mp_weight", [(6, 40, 3, 3)], {"factors": Factors(13, 0.5, 2.0)}),
+    "mp_weight 1x1 gain factors": Case("mp_weight", [(8, 40, 1, 1), ()], {"factors": Factors(24, 1.5, -0.25)}),
+    "mp_weight heads factor": Case("mp_weight", [(2 * 2 * 3, 7, 1, 1)], {"heads": 2, "factors": Factors(right=0.4)}),
+    "mp_weight up factors": Case("mp_weight", [(5, 24, 3, 3)], {"up": True, "factors": Factors(3, 0.7, 1.3)}),
     "mp_weight small": Case("mp_weight", [(5, 8, 3, 3)], {}, {0: 1e-4}),
     "linear": Case("linear", [(5, 8), (1, 40, 8)]),
     "conv 3x3": Case("conv", [(2, 5, 3, 8), (9, 40, 8)]),
@@ -129,12 +134,12 @@ CASES = {
     "conv_sum clip": Case("conv_sum", [(1, 5, 3, 8), (9, 40, 8), (1, 5, 3, 40)], {"t": 0.3, "clip": 0.5}),
     "conv_sum 1x1": Case("conv_sum", [(2, 3, 5, 40), (1, 8, 40), (2, 3, 5, 8)], {"t": 0.5, "clip": 0.5}),
     "conv_cat_sum": Case(
-        "conv_cat_sum", [(2, 5, 3, 40), (9, 8, 40), (2, 5, 3, 8), (2, 5, 3, 40), (1, 8, 48)], {"cat_t": 0.4, "t": 0.3}
+        "conv_cat_sum", [(2, 5, 3, 40), (9, 8, 40), (2, 5, 3, 8), (2, 5, 3, 40), (1, 8, 48)]
     ),
     "conv_cat_sum clip": Case(
         "conv_cat_sum",
         [(1, 3, 3, 8), (9, 40, 8), (1, 3, 3, 8), (1, 3, 3, 8), (1, 40, 16)],
-        {"cat_t": 0.5, "t": 0.3, "clip": 0.5},
+        {"clip": 0.5},
     ),
     "fork": Case("fork", [(2, 3, 5, 8)], {"clip": 0.5}),
     "fork one": Case("fork", [(3, 5)], {"clip": 0.5, "readers": 1}),
@@ -155,12 +160,12 @@ CASES = {
     "residual_branch_cat": Case(
         "residual_branch_cat",
         [(1, 3, 5, 8), (1, 3, 5, 16), (9, 16, 24), (1, 16), (9, 40, 16), (1, 40, 24)],
-        {"cat_t": 0.4, "t": 0.3, "clip": 0.5, "clip_a": 0.7},
+        {"cat_t": 0.4, "clip": 0.5, "clip_a": 0.7},
     ),
     "residual_branch_cat no clip": Case(
         "residual_branch_cat",
         [(2, 4, 4, 16), (2, 4, 4, 8), (1, 8, 24), (2, 8), (1, 16, 8), (1, 16, 24)],
-        {"cat_t": 0.5, "t": 0.3},
+        {"cat_t": 0.5},
     ),
     "residual_branch_silu": Case("residual_branch_silu", [(2, 5, 3, 16), (9, 8, 16), (2, 8), (9, 16, 8)], {"t": 0.3}),
     "residual_branch_silu clip": Case(

@@ -10,6 +10,7 @@ from torch import Tensor
 import kernels
 from kernels import attention, reference
 from kernels.linear import _refuses as linear_refuses
+from kernels.reference import Factors
 from kernels.registration import OPS, on_triton
 from tests.op_cases import CASES, Case
 
@@ -86,6 +87,7 @@ ZEROS = torch.zeros(1, 2, 2, 6)
         (lambda: kernels.mp_weight(torch.zeros(4, 0)), r"w: expected .* got \[4, 0\]"),
         (lambda: kernels.mp_weight(torch.zeros(4, 2), dtype=torch.int32), "dtype: expected floating point, got torch.int32"),
         (lambda: kernels.mp_weight(torch.zeros(4, 2), heads=1), "w: 4 rows are not a multiple of 3 × 1 heads"),
+        (lambda: kernels.mp_weight(torch.zeros(4, 2), factors=Factors(3)), "factors: expected a split of 0 to 2 input channels, got 3"),
         (lambda: kernels.linear(torch.tensor(1.0), torch.zeros(1, 1, 1)), r"x: expected \[..., Cin\], got \[\]"),
         (lambda: kernels.linear(ZEROS, torch.zeros(9, 1, 6)), r"w: expected .* got \[9, 1, 6\]"),
         (lambda: kernels.cosine_attention(ZEROS, 4), "qkv: 6 channels"),

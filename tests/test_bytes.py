@@ -138,7 +138,7 @@ def test_conv_cat_sum():
     """a, b and both their weights in the launch of the 3×3."""
     a, b = 8, 16
     shapes = [(N, H, W, C), (9, OUT, C), (N, H, W, a), (N, H, W, b), (1, OUT, a + b)]
-    forward, backward = both_ways(kernels.conv_cat_sum, shapes, HALF, 0.5, 0.3, 256.0)
+    forward, backward = both_ways(kernels.conv_cat_sum, shapes, HALF, 256.0)
     assert forward == [product(C, OUT, 9, (P + OUT) * (a + b))]
     skip = [x for k in (a, b) for x in (*weight_gradient(k, OUT, 1), product(OUT, k, 1))]
     assert backward == [clipped(OUT, 256.0), product(OUT, C, 9), *weight_gradient(C, OUT, 9), *skip]
@@ -176,7 +176,7 @@ def test_residual_branch_cat():
     a, b = 8, 16
     shapes = [(N, H, W, a), (N, H, W, b), (9, OUT, C), (N, OUT), (9, C, OUT), (1, C, a + b)]
     assert a + b == C
-    forward, backward = both_ways(kernels.residual_branch_cat, shapes, HALF, 0.5, 0.3, 256.0, 256.0)
+    forward, backward = both_ways(kernels.residual_branch_cat, shapes, HALF, 0.5, 256.0, 256.0)
     cat = "cat_silu", 2 * 2 * P * C
     assert forward == [cat, product(C, OUT, 9, N * OUT + P * OUT), product(OUT, C, 9, (P + C) * (a + b))]
     skip = [x for k in (a, b) for x in (*weight_gradient(k, C, 1), product(C, k, 1))]

@@ -312,6 +312,20 @@ def test_impossible_networks():
         edm2.build("edm2-img512-s", 36, 4, 0)
     with pytest.raises(ValueError, match="32 channels cannot attend in heads of 64"):
         Block(32, 32, 32, attention=True)
+    for options in (dict(flavor="enc"), dict(flavor="dec", resample_mode="up"), dict(flavor="dec", out_channels=24)):
+        with pytest.raises(ValueError, match="skip_channels 8: only a block of the decoder"):
+            Block(**dict(in_channels=24, out_channels=16, emb_channels=16, skip_channels=8) | options)
+
+
+def test_a_skip_has_the_width_that_its_block_was_made_for():
+    block = Block(24, 16, 16, "dec", skip_channels=8)
+    x, m = torch.zeros(1, 2, 2, 16), torch.zeros(1, 16)
+    assert block(x, m, torch.zeros(1, 2, 2, 8)).shape == (1, 2, 2, 16)
+    for given, skip in ((0, None), (16, x)):
+        with pytest.raises(ValueError, match=f"skip: expected 8 channels, got {given}"):
+            block(x, m, skip)
+    with pytest.raises(ValueError, match="skip: expected 0 channels, got 16"):
+        Block(16, 16, 16, "dec")(x, m, x)
 
 
 def test_activations_are_clipped():
