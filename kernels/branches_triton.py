@@ -117,7 +117,7 @@ def attention_branch_backward(
     dv, _ = convolve(g, dense(w_proj), transposed=True, scale=scale_conv)
     dqkv = cosine_attention_backward_triton(dv, qkv, v, lse, heads)
     dx, _ = convolve(dqkv, dense(w_qkv), transposed=True, aux=g, scale_aux=scale)
-    dw_qkv, dw_proj = weight_gradients(Product(dqkv, dense(x)), Product(g, v, scale_conv), 1, sums)
+    dw_qkv, dw_proj = weight_gradients([[Product(dqkv, dense(x))], [Product(g, v, scale_conv)]], 1, sums=sums)
     sums.run()
     return dx, dw_qkv, dw_proj
 
@@ -133,5 +133,5 @@ def _weight_gradients(
     """Of both convolutions, when the sums have run."""
     taps0, taps1 = w0.shape[0], w1.shape[0]
     if taps0 == taps1:
-        return weight_gradients(Product(du, s), Product(g, v, scale), taps0, sums)
+        return weight_gradients([[Product(du, s)], [Product(g, v, scale)]], taps0, sums=sums)
     return weight_gradient(du, s, taps0, sums=sums), weight_gradient(g, v, taps1, scale, sums=sums)

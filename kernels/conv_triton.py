@@ -12,7 +12,7 @@ from kernels.jit import is_recording
 from kernels.modulation import masked_gradient, modulated_silu_backward
 from kernels.reference import sum_scales
 from kernels.sums import Sums
-from kernels.wgrad import weight_gradient
+from kernels.wgrad import Product, weight_gradient, weight_gradients
 
 ALIGNMENT = 16  # bytes, of every row that a descriptor reaches
 
@@ -93,7 +93,7 @@ def skip_backward(
     g: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, sums: Sums | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of the 1×1 convolution of both sources."""
-    dw_skip = weight_gradient(g, dense(a), 1, rest=dense(b), sums=sums)
+    (dw_skip,) = weight_gradients([[Product(g, dense(a)), Product(g, dense(b))]], 1, sums=sums)
     da, db = convolve(g, dense(w_skip), transposed=True, rest=Rest(b.shape[3]))
     return da, db, dw_skip
 

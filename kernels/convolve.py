@@ -19,7 +19,7 @@ EPILOGUE_STAGES = 3  # a quarter's loads run two ahead; where they are five, one
 
 
 class Source(NamedTuple):
-    """A tensor `[N, H, W, K]` and its weight `[1, C, K]`, whose rows may lie apart."""
+    """A tensor `[N, H, W, K]` and its weight `[9 or 1, C, K]`, whose rows may lie apart."""
 
     x: Tensor
     w: Tensor
@@ -57,7 +57,7 @@ def convolve(
     """y and extra, y and dm, or y and its `rest`, of an epilogue (see `finish`).
 
     x `[N, H, W, K]`, w `[9 or 1, C, K]` (for the input gradient `transposed`, `[9 or 1, K, C]`), m `[N, C]`, aux
-    and act `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added before the scale. dm is there at once,
+    and act `[N, H, W, C]`. The convolutions of up to two `sources`, with as many taps, are added before the scale. dm is there at once,
     or when the sums of `later` have run. In fp32, and in training where the table of tiles says so, the library convolves,
     and `epilogue_kernel` does the rest.
 
@@ -129,7 +129,7 @@ class _Result(NamedTuple):
 def _library(x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source]) -> Tensor:
     u = library.convolution(x, w, transposed)
     for source in sources:
-        u.flatten(0, 2).addmm_(source.x.flatten(0, 2), source.w[0].T)
+        u += library.convolution(source.x, source.w)
     return u
 
 
@@ -155,10 +155,11 @@ def _launch_kernel(
         *rest_y, *rest_aux, *rest_act,
         *sizes, *scales, **form, CLIP=clip, C=channels, REST=rest,
         K=x.shape[3], KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, TAPS=4 if up == "output" else w.shape[0],
+        TAPS_A=a.w.shape[0] if a else 0,
         TRANSPOSED=transposed, STRIDE_W=views.stride(w), STRIDE_WA=views.stride(a.w) if a else 0,
         BN0=tile.channels[0], BN1=tile.channels[1], BLOCK_K=tile.block_k,
         BOXES=tile.boxes, STAGES=EPILOGUE_STAGES - (up == "gradient"), num_warps=tile.warps, num_stages=tile.stages,
-        flops=2 * n * height * width * channels * (w.shape[0] * x.shape[3] + sum(source.x.shape[3] for source in sources)),
+        flops=2 * n * height * width * channels * sum(w.shape[0] * x.shape[3] for x, w in ((x, w), *sources)),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def finish(
 ):  # fmt: skip
     """From the accumulator [BN, P] to memory. With u = scale·acc, by EPILOGUE:
 
-    sum: y = u + scale_aux·aux, clipped, the latter two if given; extra = MP-SiLU(y) if given.
+    sum: y = u + scale_aux·aux, clipped, the latter two if given; extra = MP-SiLU(scale_act·y) if given.
     silu: y = MP-SiLU(u·m); extra = u if given.
     residual_silu_grad: y = u·MP-SiLU′(scale_act·act)·scale_act + scale_aux·aux, 0 where act was clipped.
     silu_grad: y = du and dm of the silu above for the gradient u of its result, aux being its u. dm by parts, one for
@@ -82,7 +82,7 @@ def finish_quarter(
             value = tl.clamp(value, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
         if extra is not None:
             rounded = value.to(extra.dtype if BOXES else extra.dtype.element_ty).to(tl.float32)
-            store_pixels(extra, mp_silu(rounded), image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
+            store_pixels(extra, mp_silu(rounded * scale_act), image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
     elif EPILOGUE == "residual_silu_grad":
         before = load_pixels(act, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32)
         value = u * mp_silu_grad(before * scale_act) * scale_act

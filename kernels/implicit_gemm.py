@@ -23,12 +23,12 @@ def conv_kernel(
     rest_y0, rest_y1, rest_aux0, rest_aux1, rest_act0, rest_act1,
     N, H, W, stride_m, scale, scale_aux, scale_act, rest_scale_act,
     K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
-    TAPS: tl.constexpr, TRANSPOSED: tl.constexpr, STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr,
+    TAPS: tl.constexpr, TAPS_A: tl.constexpr, TRANSPOSED: tl.constexpr, STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr,
     EPILOGUE: tl.constexpr, CLIP: tl.constexpr, UP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BLOCK_K: tl.constexpr,
     BOXES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x `[N, H, W, K]` with 9 or 1 TAPS (4 or 16 of phases), then sources a and b with 1, if given. See `finish` for the EPILOGUEs.
+    """x `[N, H, W, K]` with 9 or 1 TAPS (4 or 16 of phases), then sources a and b with TAPS_A, if given. See `finish` for the EPILOGUEs.
 
     The last REST of the C channels are tensors of their own: their programs come after those of the others.
     """
@@ -55,12 +55,12 @@ def conv_kernel(
     if a is not None:
         acc0, acc1 = accumulate(
             acc0, acc1, a, wa0, wa1, n, h, w, c, phase, N, H, W,
-            KA, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+            KA, C, STRIDE_WA, TAPS_A, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
         )  # fmt: skip
     if b is not None:
         acc0, acc1 = accumulate(
             acc0, acc1, b, wb0, wb1, n, h, w, c, phase, N, H, W,
-            KB, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+            KB, C, STRIDE_WA, TAPS_A, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
         )  # fmt: skip
     if a is None:
         factor = scale

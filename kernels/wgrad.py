@@ -21,12 +21,18 @@ from kernels.jit import capability, descriptor, launch
 from kernels.pixels import load_pixels
 from kernels.sums import Sums, sum_parts
 
+PRODUCTS = 3  # of a launch
+
 
 @triton.jit(do_not_specialize=["N", "H", "W", "steps"])  # one binary for all sizes
 def wgrad_kernel(
-    g0, g1, x0, x1, dw00, dw01, dw10, dw11, other_g0, other_g1, other_x0, other_x1, other00, other01, other10, other11,
-    N, H, W, steps, scale, other_scale,
-    C: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, OTHER_C: tl.constexpr, OTHER_K: tl.constexpr, OTHER_STRIDE: tl.constexpr,
+    g0, g1, x0, x1, dw00, dw01, dw10, dw11,
+    g0_2, g1_2, x0_2, x1_2, dw00_2, dw01_2, dw10_2, dw11_2,
+    g0_3, g1_3, x0_3, x1_3, dw00_3, dw01_3, dw10_3, dw11_3,
+    N, H, W, steps, scale, scale_2, scale_3,
+    C: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr,
+    C_2: tl.constexpr, K_2: tl.constexpr, STRIDE_2: tl.constexpr,
+    C_3: tl.constexpr, K_3: tl.constexpr, STRIDE_3: tl.constexpr,
     TAPS: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
     BM0: tl.constexpr, BM1: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr,
     BOXES: tl.constexpr, FLAT: tl.constexpr,
@@ -35,33 +41,48 @@ def wgrad_kernel(
 
     16 TAPS: what is called g is x, and x is g `[N, 2H, 2W, K]`; dw `[splits, TAPS, K, C]`.
     A program takes `steps` boxes. FLAT: they are consecutive pixels, and g is reached by a descriptor of `[N·H·W, C]`.
-    If OTHER_C, programs beside these compute the gradient of another weight over the same pixels.
+    If C_2 and C_3 are not 0, programs beside these compute a second and a third gradient over the same pixels.
     """
-    tiles_k: tl.constexpr = (K + BN0 + BN1 - 1) // (BN0 + BN1)
-    tiles: tl.constexpr = (C + BM0 + BM1 - 1) // (BM0 + BM1) * tiles_k
-    others_k: tl.constexpr = (OTHER_K + BN0 + BN1 - 1) // (BN0 + BN1)
-    both: tl.constexpr = tiles + (OTHER_C + BM0 + BM1 - 1) // (BM0 + BM1) * others_k
+    BM: tl.constexpr = BM0 + BM1
+    BN: tl.constexpr = BN0 + BN1
+    tiles_k: tl.constexpr = (K + BN - 1) // BN
+    tiles_k2: tl.constexpr = (K_2 + BN - 1) // BN
+    tiles_k3: tl.constexpr = (K_3 + BN - 1) // BN
+    start_2: tl.constexpr = (C + BM - 1) // BM * tiles_k
+    start_3: tl.constexpr = start_2 + (C_2 + BM - 1) // BM * tiles_k2
+    tiles: tl.constexpr = start_3 + (C_3 + BM - 1) // BM * tiles_k3
     tap, tile = tl.program_id(0) % TAPS, tl.program_id(0) // TAPS
-    split, tile = tile // both, tile % both
-    c, k = tile // tiles_k * (BM0 + BM1), tile % tiles_k * (BN0 + BN1)
-    if OTHER_C > 0:
-        if tile >= tiles:
-            c, k = (tile - tiles) // others_k * (BM0 + BM1), (tile - tiles) % others_k * (BN0 + BN1)
-    if OTHER_C > 0 and BOXES:  # one loop: descriptors of one form are chosen like numbers
-        if tile >= tiles:
-            g0, g1, x0, x1, scale = other_g0, other_g1, other_x0, other_x1, other_scale
-            dw00, dw01, dw10, dw11 = other00, other01, other10, other11
-    if OTHER_C > 0 and not BOXES:
-        if tile >= tiles:
-            weight_tile(
-                other_g0, other_g1, other_x0, other_x1, other00, other01, other10, other11, tap, c, k, split, N, H, W, steps, other_scale,
-                OTHER_C, OTHER_K, TAPS, OTHER_STRIDE, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
-            )  # fmt: skip
-        else:
-            weight_tile(
-                g0, g1, x0, x1, dw00, dw01, dw10, dw11, tap, c, k, split, N, H, W, steps, scale,
-                C, K, TAPS, STRIDE, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
-            )  # fmt: skip
+    split, tile = tile // tiles, tile % tiles
+    c, k = tile // tiles_k * BM, tile % tiles_k * BN
+    if C_2 > 0:
+        if tile >= start_2:
+            c, k = (tile - start_2) // tiles_k2 * BM, (tile - start_2) % tiles_k2 * BN
+    if C_3 > 0:
+        if tile >= start_3:
+            c, k = (tile - start_3) // tiles_k3 * BM, (tile - start_3) % tiles_k3 * BN
+    if BOXES:  # one loop: descriptors of one form are chosen like numbers
+        if C_2 > 0:
+            if tile >= start_2:
+                g0, g1, x0, x1, scale = g0_2, g1_2, x0_2, x1_2, scale_2
+                dw00, dw01, dw10, dw11 = dw00_2, dw01_2, dw10_2, dw11_2
+        if C_3 > 0:
+            if tile >= start_3:
+                g0, g1, x0, x1, scale = g0_3, g1_3, x0_3, x1_3, scale_3
+                dw00, dw01, dw10, dw11 = dw00_3, dw01_3, dw10_3, dw11_3
+        weight_tile(
+            g0, g1, x0, x1, dw00, dw01, dw10, dw11, tap, c, k, split, N, H, W, steps, scale,
+            C, K, TAPS, STRIDE, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
+        )  # fmt: skip
+    elif C_3 > 0 and tile >= start_3:
+        weight_tile(
+            g0_3, g1_3, x0_3, x1_3, dw00_3, dw01_3, dw10_3, dw11_3, tap, c, k, split, N, H, W, steps, scale_3,
+            C_3, K_3, TAPS, STRIDE_3, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
+        )  # fmt: skip
+    elif C_2 > 0 and tile >= start_2:
+        weight_tile(
+            g0_2, g1_2, x0_2, x1_2, dw00_2, dw01_2, dw10_2, dw11_2, tap, c, k, split, N, H, W, steps, scale_2,
+            C_2, K_2, TAPS, STRIDE_2, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
+        )  # fmt: skip
     else:
         weight_tile(
             g0, g1, x0, x1, dw00, dw01, dw10, dw11, tap, c, k, split, N, H, W, steps, scale,
@@ -168,75 +189,65 @@ class Product(NamedTuple):
 
 
 def weight_gradient(
-    g: Tensor,
-    x: Tensor,
-    taps: int,
-    scale: float = 1.0,
-    rest: Tensor | None = None,
-    tile: WgradTile | None = None,
-    sums: Sums | None = None,
+    g: Tensor, x: Tensor, taps: int, scale: float = 1.0, tile: WgradTile | None = None, sums: Sums | None = None
 ) -> Tensor:
-    """scale · dw, fp32 `[taps, C, K]`, of a convolution with 9 or 1 taps: g `[N, H, W, C]`, x `[N, H, W, K]`.
+    """scale · dw, fp32 `[taps, C, K]`, of a convolution with 9, 1 or 16 taps. With `sums`, it is there when these have run."""
+    return weight_gradients([[Product(g, x, scale)]], taps, tile, sums)[0]
 
-    With 16 taps g is `[N, 2H, 2W, C]`. The channels of a `rest` follow those of x. With `sums`, it is there when these have run.
+
+def weight_gradients(
+    weights: Sequence[Sequence[Product]], taps: int, tile: WgradTile | None = None, sums: Sums | None = None
+) -> list[Tensor]:
+    """`weight_gradient` of several over as many pixels: `[taps, C, ΣK]` of the products of each, side by side.
+
+    Three products together take one launch, if one tile suits all weights.
     """
-    products = [Product(g, x, scale)] + ([] if rest is None else [Product(g, rest, scale)])
-    depths = [product.shape[1] for product in products]
-    dw = g.new_empty(taps, g.shape[3], sum(depths), dtype=torch.float32)
-    outs = list(dw.split(depths, dim=2))
-    if not _by_kernel(products, taps):
-        _by_library(products, taps, outs)
+    tiles = {_tile(products, taps) for products in weights}
+    if len(weights) > 1 and (len(tiles) > 1 or not all(_by_kernel(products, taps) for products in weights)):
+        return [weight_gradients([products], taps, tile, sums)[0] for products in weights]
+    dws = [products[0].g.new_empty(taps, products[0].shape[0], _depth(products), dtype=torch.float32) for products in weights]
+    if _by_kernel(weights[0], taps):
+        _launch(weights, dws, taps, tile or tiles.pop(), sums)
     else:
-        _launch(products, taps, outs, dw, tile or _tile(products[0], taps), sums)
-    return dw
-
-
-def weight_gradients(first: Product, second: Product, taps: int, sums: Sums) -> list[Tensor]:
-    """`weight_gradient` of two over as many pixels, in one launch where one tile suits both; there when the sums have run."""
-    products = [first, second]
-    tile = _tile(first, taps)
-    if tile != _tile(second, taps) or not all(_by_kernel([x], taps) for x in products):
-        return [weight_gradient(*product[:2], taps, product.scale, sums=sums) for product in products]
-    dws = [x.g.new_empty(taps, *x.shape, dtype=torch.float32) for x in products]
-    _launch(products, taps, dws, None, tile, sums)
+        for product, out in zip(weights[0], _parts(weights[0], dws[0])):
+            torch.mul(library.weight_gradient(product.g, product.x, taps).float(), product.scale, out=out)
     return dws
+
+
+def _depth(products: Sequence[Product]) -> int:
+    return sum(product.shape[1] for product in products)
+
+
+def _parts(products: Sequence[Product], dw: Tensor) -> Sequence[Tensor]:
+    """Of each product."""
+    return dw.split([product.shape[1] for product in products], dim=2)
 
 
 def _by_kernel(products: Sequence[Product], taps: int) -> bool:
     """Not by the library, where the table of tiles says so."""
-    (_, height, width, _), channels = products[0].x.shape, products[0].g.shape[3]
-    x, depth = products[0].x, sum(product.shape[1] for product in products)
+    x, (_, height, width, _), channels = products[0].x, products[0].x.shape, products[0].shape[0]
     if conv_tiles.library(x.element_size()) or x.numel() == 0:
         return False
-    return taps == 16 or not conv_tiles.by_library(capability(x), "weight gradient", taps, height, width, depth, channels)
+    row = taps, height, width, _depth(products), channels
+    return taps == 16 or not conv_tiles.by_library(capability(x), "weight gradient", *row)
 
 
-def _by_library(products: Sequence[Product], taps: int, outs: Sequence[Tensor]) -> None:
-    for product, out in zip(products, outs):
-        torch.mul(library.weight_gradient(product.g, product.x, taps).float(), product.scale, out=out)
+def _tile(products: Sequence[Product], taps: int) -> WgradTile:
+    channels, depth = products[0].shape
+    return conv_tiles.wgrad(capability(products[0].x), *((depth, channels) if taps == 16 else (channels, depth)))
 
 
-def _tile(product: Product, taps: int) -> WgradTile:
-    return conv_tiles.wgrad(capability(product.x), *(reversed(product.shape) if taps == 16 else product.shape))
-
-
-def _launch(
-    products: Sequence[Product], taps: int, outs: Sequence[Tensor], whole: Tensor | None, tile: WgradTile, sums: Sums | None
-) -> None:
-    """Into `outs`, parts of `whole` or tensors of their own."""
-    (n, height, width, _), up = products[0].x.shape, taps == 16
+def _launch(weights: Sequence[Sequence[Product]], dws: Sequence[Tensor], taps: int, tile: WgradTile, sums: Sums | None) -> None:
+    (n, height, width, _), up = weights[0][0].x.shape, taps == 16
     (bi, bh, bw), flat = tile.box(height, width)
-    steps = triton.cdiv(n, bi) * triton.cdiv(height, bh) * triton.cdiv(width, bw)
+    products = [x for products in weights for x in products]
     forms = [x.shape[::-1] if up else x.shape for x in products]
+    steps = triton.cdiv(n, bi) * triton.cdiv(height, bh) * triton.cdiv(width, bw)
     tiles = taps * sum(triton.cdiv(c, sum(tile.rows)) * triton.cdiv(k, sum(tile.columns)) for c, k in forms)
     per_split = triton.cdiv(steps, conv_tiles.splits(tiles, steps))
     splits = triton.cdiv(steps, per_split)
-    parts = outs
-    if splits > 1 and whole is not None:
-        in_parts = whole.new_empty(splits * taps, *whole.shape[1:])
-        parts = in_parts.split([x.shape[2] for x in outs], dim=2)
-    elif splits > 1:
-        parts = [out.new_empty(splits * taps, *out.shape[1:]) for out in outs]
+    wholes = dws if splits == 1 else [dw.new_empty(splits * taps, *dw.shape[1:]) for dw in dws]
+    parts = [part for products, whole in zip(weights, wholes) for part in _parts(products, whole)]
 
     def operand(x: Tensor, sizes: tuple[int, int], *block: int) -> list:
         return [descriptor(x, *block, size) if size else None for size in sizes] if tile.boxes else [x, x]
@@ -250,21 +261,22 @@ def _launch(
         outputs = [descriptor(part, *block) if 0 not in block else None for block in blocks] if tile.boxes else [part] * 4
         return [*lefts, *rights, *outputs]
 
-    first, *others = products
+    missing = PRODUCTS - len(products)
+    tensors = [x for pair in zip(products, parts) for x in arguments(*pair)]
+    constants = {"TAPS": taps, "BI": bi, "BH": bh, "BW": bw, "BOXES": tile.boxes, "FLAT": flat}
+    for i, ((c, k), stride) in enumerate(zip([*forms, *[(0, 0)] * missing], [*(x.stride(1) for x in parts), *[0] * missing]), 1):
+        suffix = "" if i == 1 else f"_{i}"
+        constants |= {f"C{suffix}": c, f"K{suffix}": k, f"STRIDE{suffix}": 0 if tile.boxes else stride}
     launch(
-        wgrad_kernel, (tiles * splits,), *arguments(first, parts[0]), *arguments(others[0], parts[1]) if others else [None] * 8,
-        n, height, width, per_split, first.scale, others[0].scale if others else 1.0,
-        C=forms[0][0], K=forms[0][1], STRIDE=0 if tile.boxes else parts[0].stride(1),
-        OTHER_C=forms[1][0] if others else 0, OTHER_K=forms[1][1] if others else 0,
-        OTHER_STRIDE=parts[1].stride(1) if others and not tile.boxes else 0, TAPS=taps, BI=bi, BH=bh, BW=bw,
+        wgrad_kernel, (tiles * splits,), *tensors, *[None] * (8 * missing), n, height, width, per_split,
+        *(x.scale for x in products), *[1.0] * missing, **constants,
         BM0=tile.rows[0], BM1=tile.rows[1], BN0=tile.columns[0], BN1=tile.columns[1],
-        BOXES=tile.boxes, FLAT=flat, num_warps=tile.warps, num_stages=tile.stages,
-        flops=2 * n * height * width * taps * sum(c * k for c, k in forms),
+        num_warps=tile.warps, num_stages=tile.stages, flops=2 * n * height * width * taps * sum(c * k for c, k in forms),
     )  # fmt: skip
     if splits > 1:
         add = sum_parts if sums is None else sums.add
-        for part, out in zip(parts, outs) if whole is None else [(in_parts, whole)]:
-            add(part.view(1, splits, -1), out.view(1, -1))
+        for whole, dw in zip(wholes, dws):
+            add(whole.view(1, splits, -1), dw.view(1, -1))
 
 
 def by_rows(x: Tensor) -> Tensor:

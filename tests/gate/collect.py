@@ -15,7 +15,8 @@ from kernels.jit import Launch
 from kernels.tracing import OnGPU
 
 CAPABILITIES = (80, 90, 100)
-CHANNELS = re.compile("(OTHER_)?(C[A-Z]?|K[A-Z]?|STRIDE.*)|REST|C_?IN|C_?OUT|HEADS|SCALE_.*")  # constants that follow from channel counts
+# Constants that follow from channel counts,
+CHANNELS = re.compile("C(_\\d|[A-Z])?|K(_\\d|[A-Z])?|STRIDE.*|REST|C_?IN|C_?OUT|HEADS|SCALE_.*")
 FORMS = re.compile("B[IHW]|FLAT")  # and those of the form of a tile's pixels
 
 
