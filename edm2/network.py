@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels as ops
-from kernels.reference import EPS, NO_FACTORS, Factors, joined_factors
+from kernels.reference import EPS, NO_FACTORS, Branch, Factors, cat_scales, joined_factors
 
 if TYPE_CHECKING:
     from kernels.weight import PreparedWeight
@@ -143,49 +143,79 @@ class Block(nn.Module):
         """What scales each channel of each image: fp32 emb `[N, Cemb]` → `[N, Cout]`. `UNet` makes all blocks' at once."""
         return self.emb_linear(emb, gain=self.emb_gain) + 1
 
-    def forward(
-        self, x: Tensor, m: Tensor, skip: Tensor | None = None, forks: bool = False, clip_x: float | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """x `[N, H, W, Cin − Cskip]`, modulation m `[N, Cout]`, skip `[N, H, W, Cskip]` → `[N, H', W', Cout]`.
+    @property
+    def reads_activated(self) -> tuple[float | None, ...]:
+        """Of a decoder block: MP-SiLU of these times x and its skip, if it has one, are what it reads as `activated`."""
+        if self._goes_by_parts or self.resample_mode == "up" and not self.conv_res0.up:
+            return None, None
+        channels = self.conv_res0.weight.shape[1] - self.skip_channels, self.skip_channels
+        return cat_scales(*channels, self.concat_balance) if self.skip_channels else (1.0, None)
 
-        An encoder block that `forks` also returns x, for the decoder: `kernels.fork(x, clip_x)`.
+    @property
+    def _goes_by_parts(self) -> bool:
+        filters = self.resample_mode == "up" and self.resample_filter != (1, 1)
+        projects = self.flavor == "dec" and not self.skip_channels and self.conv_skip is not None
+        return filters or projects or (self.training and self.dropout > 0)
+
+    def forward(
+        self,
+        x: Tensor,
+        m: Tensor,
+        skip: Tensor | None = None,
+        activated: Sequence[Tensor | None] = (None, None),
+        activate: float | None = None,
+        forks: bool = False,
+        clip_x: float | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """x `[N, H, W, Cin − Cskip]`, modulation m `[N, Cout]`, skip `[N, H, W, Cskip]` → y `[N, H', W', Cout]`.
+
+        With `activate` also MP-SiLU(activate·y), which the block that reads y takes in `activated`, beside the skip's. An
+        encoder block that `forks` also returns x, for the decoder: `kernels.fork(x, clip_x)`.
         """
         if forks:
-            return self._encode(x, m, clip_x)
+            return self._encode(x, m, activate, clip_x)
         given = 0 if skip is None else skip.shape[3]
         if given != self.skip_channels:
             raise ValueError(f"skip: expected {self.skip_channels} channels, got {given}")
-        dropout = self.dropout if self.training else 0.0
-        filters = self.resample_mode == "up" and self.resample_filter != (1, 1)
-        projects = self.flavor == "dec" and skip is None and self.conv_skip is not None
-        branch = self._branch_by_parts if dropout or filters or projects else self._branch
-        x = branch(x, m, skip, None if self.heads else self.clip_act)
-        return self._attend(x) if self.heads else x
+        branch = self._branch_by_parts if self._goes_by_parts else self._branch
+        clip, then = (None, None) if self.heads else (self.clip_act, activate)
+        y = branch(x, m, skip, activated, clip, then)
+        return self._attend(y, activate) if self.heads else y
 
-    def _encode(self, x: Tensor, m: Tensor, clip_x: float | None) -> tuple[Tensor, Tensor]:
+    def _encode(self, x: Tensor, m: Tensor, activate: float | None, clip_x: float | None) -> tuple[Tensor, ...]:
         if self.conv_skip is not None or (self.training and self.dropout) or not (self._halves or self.resample_mode == "keep"):
-            x, skip = ops.fork(x, clip_x)
-            return self.forward(x, m), skip
+            x, other = ops.fork(x, clip_x)
+            y = self.forward(x, m, activate=activate)
+            return (y, other) if activate is None else (*y, other)
         w0, w1 = self.conv_res0.prepare(x.dtype), self.conv_res1.prepare(x.dtype)
-        clip = None if self.heads else self.clip_act
-        x, skip = ops.residual_branch_norm_fork(x, w0, m, w1, self.res_balance, clip, self._halves, clip_x)
-        return self._attend(x) if self.heads else x, skip
+        clip, then = (None, None) if self.heads else (self.clip_act, activate)
+        *y, other = ops.residual_branch_norm_fork(x, w0, m, w1, self.res_balance, clip, self._halves, clip_x, then)
+        if not self.heads:
+            return *y, other
+        y = self._attend(*y, activate)
+        return (y, other) if activate is None else (*y, other)
 
-    def _branch(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
+    def _branch(
+        self, x: Tensor, m: Tensor, skip: Tensor | None, activated: Sequence[Tensor | None], clip: float | None, activate: float | None
+    ) -> Branch:
         """MP-Sum of the main path and the residual branch, then clip."""
         w0, w1 = self.conv_res0.prepare(x.dtype), self.conv_res1.prepare(x.dtype)
         if skip is not None:
             w_skip = self.conv_skip.prepare(x.dtype)
-            return ops.residual_branch_cat(x, skip, w0, m, w1, w_skip, self.concat_balance, clip, self.clip_act)
+            constants = self.concat_balance, clip, self.clip_act
+            return ops.residual_branch_cat(x, skip, w0, m, w1, w_skip, *constants, *activated, activate)
         if self.conv_res0.up:
-            return ops.residual_branch_up(x, w0, m, w1, self.res_balance, clip, self.clip_act)
+            return ops.residual_branch_up(x, w0, m, w1, self.res_balance, clip, self.clip_act, activated[0], activate)
         if self.flavor == "dec":
             x = ops.resample(x, self.resample_filter, self.resample_mode)
-            return ops.residual_branch_silu(x, w0, m, w1, self.res_balance, clip, self.clip_act)
+            s = activated[0] if self.resample_mode == "keep" else None
+            return ops.residual_branch_silu(x, w0, m, w1, self.res_balance, clip, self.clip_act, s, activate)
         main = x if self._halves else self._main_path(x)
-        return ops.residual_branch_norm(main, w0, m, w1, self.res_balance, clip, self._halves)
+        return ops.residual_branch_norm(main, w0, m, w1, self.res_balance, clip, self._halves, activate)
 
-    def _branch_by_parts(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
+    def _branch_by_parts(
+        self, x: Tensor, m: Tensor, skip: Tensor | None, _: Sequence[Tensor | None], clip: float | None, activate: float | None
+    ) -> Branch:
         """The same with dropout between the branch's convolutions, and for main paths of the decoder that no op takes."""
         if self.flavor == "dec":
             (x,) = ops.fork(x, self.clip_act, 1)
@@ -200,8 +230,10 @@ class Block(nn.Module):
         y = F.dropout(y, self.dropout, self.training)
         w = self.conv_res1.prepare(y.dtype)
         if skip is None:
-            return ops.conv_sum(y, w, main, self.res_balance, clip)
-        return ops.conv_cat_sum(y, w, main, skip, self.conv_skip.prepare(y.dtype), clip)
+            y = ops.conv_sum(y, w, main, self.res_balance, clip)
+        else:
+            y = ops.conv_cat_sum(y, w, main, skip, self.conv_skip.prepare(y.dtype), clip)
+        return y if activate is None else (y, ops.mp_silu(y.detach(), activate))
 
     @property
     def _halves(self) -> bool:
@@ -213,9 +245,9 @@ class Block(nn.Module):
         x = ops.resample(x, self.resample_filter, self.resample_mode)
         return x if self.conv_skip is None else self.conv_skip(x)
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, activate: float | None) -> Branch:
         w_qkv, w_proj = self.attn_qkv.prepare(x.dtype), self.attn_proj.prepare(x.dtype)
-        return ops.attention_branch(x, w_qkv, w_proj, self.heads, self.attn_balance, self.clip_act)
+        return ops.attention_branch(x, w_qkv, w_proj, self.heads, self.attn_balance, self.clip_act, activate)
 
 
 class UNet(nn.Module):
@@ -289,19 +321,28 @@ class UNet(nn.Module):
         """x `[N, H, W, C]` in the compute dtype, c_noise `[N]`, labels `[N, label_dim]` or None → `[N, H, W, C]`."""
         modulations = iter(self.modulations(self.embed(c_noise, labels), x.dtype))
         x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
-        skips, clip = [], None
+        decoder = list(self.dec.values())
+        scales = [block.reads_activated[1] for block in decoder if block.skip_channels]  # of skips, the last first
+        skips, clip, activated = [], None, None
         for module in self.enc.values():
+            scale = scales.pop()
             if isinstance(module, Block):
-                x, skip = module(x, next(modulations), forks=True, clip_x=clip)
-                skips.append(skip)
-                clip = module.clip_act
+                y, *more, skip = module(x, next(modulations), activate=scale, forks=True, clip_x=clip)
+                skips.append((skip, activated))
+                x, activated, clip = y, more[0] if more else None, module.clip_act
             else:
                 x = module(x)
+                activated = None if scale is None else ops.mp_silu(x.detach(), scale)
         x, skip = ops.fork(x, clip)
-        skips.append(skip)
-        for name, block in self.dec.items():
-            x = block(x, next(modulations), skips.pop() if "block" in name else None)
-        (x,) = ops.fork(x, block.clip_act, 1)
+        skips.append((skip, activated))
+        if scale != decoder[0].reads_activated[0]:
+            activated = None
+        for block, reader in zip(decoder, [*decoder[1:], None]):
+            skip, activated_skip = skips.pop() if block.skip_channels else (None, None)
+            scale = None if reader is None else reader.reads_activated[0]
+            y = block(x, next(modulations), skip, (activated, activated_skip), scale)
+            x, activated = (y, None) if scale is None else y
+        (x,) = ops.fork(x, decoder[-1].clip_act, 1)
         return self.out_conv(x, gain=self.out_gain)
 
     def blocks(self) -> list[Block]:

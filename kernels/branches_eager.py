@@ -1,5 +1,6 @@
 """Whole residual branches in eager PyTorch, of the ops of `kernels.eager`, with what those need for their derivatives."""
 
+import torch
 from torch import Tensor
 
 from kernels import eager, reference
@@ -10,15 +11,20 @@ def saved(saves: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors if saves else tuple(x.new_empty(0) for x in tensors)
 
 
+def activated(y: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """y and MP-SiLU(scale·y), for a reader that wants it."""
+    return y, y.new_empty(0) if scale is None else eager.mp_silu(y, scale)
+
+
 def residual_branch_norm(
     x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, down: bool, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also, if it `saves` them, n, the normalised x, its MP-SiLU s, the rms, v, the activated result of the first
-    convolution, and its u."""
+    t: float, clip: float | None, down: bool, activate: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Also MP-SiLU(activate·y), and, if it `saves` them, n, the normalised x, its MP-SiLU s, the rms, v, the activated
+    result of the first convolution, and its u."""
     n, s, rms = eager.pixel_norm_silu(x, down)
     v, u = eager.conv_silu(s, w0, None, m, saves)
-    return eager.conv_sum(v, w1, None, n, t, clip), *saved(saves, n, s, rms, v, u)
+    return *activated(eager.conv_sum(v, w1, None, n, t, clip), activate), *saved(saves, n, s, rms, v, u)
 
 
 def residual_branch_norm_backward(
@@ -32,13 +38,12 @@ def residual_branch_norm_backward(
 
 
 def residual_branch_silu(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, clip_x: float | None, saves: bool,
+    x: Tensor, s: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, clip_x: float | None, activate: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also s, the activated x, v and u, if it `saves` them."""
-    s = eager.mp_silu(x)
+    """s is MP-SiLU(x). Also MP-SiLU(activate·y), and v and u, if it `saves` them."""
     v, u = eager.conv_silu(s, w0, None, m, saves)
-    return eager.conv_sum(v, w1, None, x, t, clip), *saved(saves, s, v, u)
+    return *activated(eager.conv_sum(v, w1, None, x, t, clip), activate), *saved(saves, v, u)
 
 
 def residual_branch_silu_backward(
@@ -51,14 +56,13 @@ def residual_branch_silu_backward(
 
 
 def residual_branch_up(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, clip_x: float | None, saves: bool,
+    x: Tensor, s: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, clip_x: float | None, activate: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also s, the activated x, v and u, if it `saves` them."""
-    s = eager.mp_silu(x)
+    """s is MP-SiLU(x). Also MP-SiLU(activate·y), and v and u, if it `saves` them."""
     v, u = eager.conv_silu_up(s, w0, None, m, saves)
     y = eager.conv_sum(v, w1, None, reference.resample(x, (1, 1), "up"), t, clip)
-    return y, *saved(saves, s, v, u)
+    return *activated(y, activate), *saved(saves, v, u)
 
 
 def residual_branch_up_backward(
@@ -75,35 +79,36 @@ def _sum_2x2(x: Tensor) -> Tensor:
 
 
 def residual_branch_cat(
-    a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, clip: float | None, clip_a: float | None, saves: bool,
+    a: Tensor, b: Tensor, s_a: Tensor, s_b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor,
+    master1: Tensor | None, w_skip: Tensor, master_skip: Tensor | None, cat_t: float, clip: float | None, clip_a: float | None,
+    activate: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    s = eager.cat_silu(a, b, cat_t)
-    v, u = eager.conv_silu(s, w0, None, m, saves)
+    """s_a and s_b are MP-SiLU of MP-Cat(a, b). Also MP-SiLU(activate·y), and v and u, if it `saves` them."""
+    v, u = eager.conv_silu(torch.cat([s_a, s_b], dim=3), w0, None, m, saves)
     y = eager.conv_cat_sum(v, w1, None, a, b, w_skip, None, clip)
-    return y, *saved(saves, s, v, u)
+    return *activated(y, activate), *saved(saves, v, u)
 
 
 def residual_branch_cat_backward(
-    g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
-    cat_t: float, clip_a: float | None,
+    g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s_a: Tensor, s_b: Tensor, v: Tensor,
+    u: Tensor, cat_t: float, clip_a: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of a, b, w0, m, w1 and w_skip."""
     dv, dw1, da, db, dw_skip = eager.conv_cat_sum_backward(g, v, w1, a, b, w_skip, None, None)
-    ds, dw0, dm = eager.conv_silu_backward(dv, s, w0, m, u)
+    ds, dw0, dm = eager.conv_silu_backward(dv, torch.cat([s_a, s_b], dim=3), w0, m, u)
     da_silu, db_silu = eager.cat_silu_backward(ds, a, b, cat_t)
     return eager.clip_backward(da.add_(da_silu), a, clip_a), db.add_(db_silu), dw0, dm, dw1, dw_skip
 
 
 def attention_branch(
     x: Tensor, w_qkv: Tensor, master_qkv: Tensor | None, w_proj: Tensor, master_proj: Tensor | None,
-    heads: int, t: float, clip: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also qkv, the result of the attention and the logarithms of its sums, if it `saves` them."""
+    heads: int, t: float, clip: float | None, activate: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Also MP-SiLU(activate·y), and qkv, the result of the attention and the logarithms of its sums, if it `saves` them."""
     qkv = eager.conv(x, w_qkv)
     v, lse = eager.cosine_attention(qkv, heads)
     y = eager.conv_sum(v, w_proj, None, x, t, clip)
-    return y, *saved(saves, qkv, v, lse)
+    return *activated(y, activate), *saved(saves, qkv, v, lse)
 
 
 def attention_branch_backward(

@@ -4,27 +4,27 @@ They leave the clip's derivative to those who read their results.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from kernels.attention import cosine_attention_backward_triton, cosine_attention_triton
 from kernels.branches_eager import saved
-from kernels.conv_triton import conv, conv_cat_sum, conv_silu, conv_sum, dense, rows, skip_backward
+from kernels.conv_triton import conv, conv_silu, dense, rows, skip_backward, sources
 from kernels.convolve import Rest, convolve
 from kernels.pixel_norm import pixel_norm_silu_backward_triton, pixel_norm_silu_triton
-from kernels.pointwise import cat_silu_triton, mp_silu_triton
 from kernels.reference import cat_scales, sum_scales
 from kernels.sums import Sums
-from kernels.wgrad import Product, weight_gradient, weight_gradients
+from kernels.wgrad import Product, weight_gradients
 
 
 def residual_branch_norm(
     x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, down: bool, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    t: float, clip: float | None, down: bool, activate: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, s, rms = pixel_norm_silu_triton(x, down)
     v, u = conv_silu(s, w0, master0, m, saves)
-    return conv_sum(v, w1, None, n, t, clip, training=saves), *saved(saves, n, s, rms, v, u)
+    return *_sum(v, w1, n, t, clip, activate, saves), *saved(saves, n, s, rms, v, u)
 
 
 def residual_branch_norm_backward(
@@ -35,18 +35,17 @@ def residual_branch_norm_backward(
     sums = Sums()
     du, dm = _second_backward(g, w1, m, u, scale_conv, sums)
     ds, _ = convolve(du, dense(w0), transposed=True, training=True)
-    dw0, dw1 = _weight_gradients(du, s, w0, g, v, w1, scale_conv, sums)
+    dw0, dw1 = _weight_gradients([Product(du, s)], w0, Product(g, v, scale_conv), w1, sums)
     sums.run()
     return pixel_norm_silu_backward_triton(g, ds, n, rms, down, scale, other, x, clip_x), dw0, dm, dw1
 
 
 def residual_branch_silu(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, clip_x: float | None, saves: bool,
+    x: Tensor, s: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, clip_x: float | None, activate: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    s = mp_silu_triton(x)
     v, u = conv_silu(s, w0, master0, m, saves)
-    return conv_sum(v, w1, None, x, t, clip, training=saves), *saved(saves, s, v, u)
+    return *_sum(v, w1, x, t, clip, activate, saves), *saved(saves, v, u)
 
 
 def residual_branch_silu_backward(
@@ -55,17 +54,18 @@ def residual_branch_silu_backward(
     scale, scale_conv = sum_scales(t)
     sums = Sums()
     du, dm = _second_backward(g, w1, m, u, scale_conv, sums)
-    dw0, dw1 = _weight_gradients(du, s, w0, g, v, w1, scale_conv, sums)
+    dw0, dw1 = _weight_gradients([Product(du, s)], w0, Product(g, v, scale_conv), w1, sums)
     sums.run()
     main = dict(aux=g, scale_aux=scale, act=dense(x), clip=clip_x)
     return convolve(du, dense(w0), "residual_silu_grad", transposed=True, **main, training=True)[0], dw0, dm, dw1
 
 
 def residual_branch_up(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, clip_x: float | None, saves: bool,
+    x: Tensor, s: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
+    t: float, clip: float | None, clip_x: float | None, activate: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return residual_branch_silu(x, w0, master0, m, w1, master1, t, clip, clip_x, saves)  # by w0 and the sizes, convolutions up-sample
+    """By w0 and the sizes, convolutions up-sample."""
+    return residual_branch_silu(x, s, w0, master0, m, w1, master1, t, clip, clip_x, activate, saves)
 
 
 def residual_branch_up_backward(
@@ -75,17 +75,19 @@ def residual_branch_up_backward(
 
 
 def residual_branch_cat(
-    a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, clip: float | None, clip_a: float | None, saves: bool,
+    a: Tensor, b: Tensor, s_a: Tensor, s_b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor,
+    master1: Tensor | None, w_skip: Tensor, master_skip: Tensor | None, cat_t: float, clip: float | None, clip_a: float | None,
+    activate: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    s = cat_silu_triton(a, b, cat_t)
-    v, u = conv_silu(s, w0, master0, m, saves)
-    return conv_cat_sum(v, w1, master1, a, b, w_skip, master_skip, clip), *saved(saves, s, v, u)
+    first, second = sources(s_a, s_b, w0)
+    v, u = convolve(*first, "silu", sources=[second], m=rows(m), with_extra=saves)
+    y, extra = convolve(dense(v), dense(w1), sources=sources(a, b, w_skip), clip=clip, **_activation(activate))
+    return y, _or_nothing(extra, y), *saved(saves, v, _or_nothing(u, v))
 
 
 def residual_branch_cat_backward(
-    g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
-    cat_t: float, clip_a: float | None,
+    g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s_a: Tensor, s_b: Tensor, v: Tensor,
+    u: Tensor, cat_t: float, clip_a: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of each source: through its part of w_skip, then with that through its part of w0."""
     sums = Sums()
@@ -96,18 +98,19 @@ def residual_branch_cat_backward(
     main = dict(aux=da, scale_aux=1.0, act=dense(a), scale_act=scale_a, clip=clip_a)
     rest = Rest(channels[1], db, dense(b), scale_b)
     da, db = convolve(du, dense(w0), "residual_silu_grad", transposed=True, **main, rest=rest, training=True)
-    dw0, dw1 = _weight_gradients(du, s, w0, g, v, w1, 1.0, sums)
+    products = [Product(du, dense(s_a)), Product(du, dense(s_b))]
+    dw0, dw1 = _weight_gradients(products, w0, Product(g, v), w1, sums)
     sums.run()
     return da, db, dw0, dm, dw1, dw_skip
 
 
 def attention_branch(
     x: Tensor, w_qkv: Tensor, master_qkv: Tensor | None, w_proj: Tensor, master_proj: Tensor | None,
-    heads: int, t: float, clip: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    heads: int, t: float, clip: float | None, activate: float | None, saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     qkv = conv(x, w_qkv)
     v, lse = cosine_attention_triton(qkv, heads)
-    return conv_sum(v, w_proj, None, x, t, clip), *saved(saves, qkv, v, lse)
+    return *_sum(v, w_proj, x, t, clip, activate, False), *saved(saves, qkv, v, lse)
 
 
 def attention_branch_backward(
@@ -127,11 +130,28 @@ def _second_backward(g: Tensor, w: Tensor, m: Tensor, u: Tensor, scale: float, s
     return convolve(g, dense(w), "silu_grad", transposed=True, scale=scale, aux=u, m=rows(m), training=True, later=sums)
 
 
-def _weight_gradients(
-    du: Tensor, s: Tensor, w0: Tensor, g: Tensor, v: Tensor, w1: Tensor, scale: float, sums: Sums
-) -> Sequence[Tensor]:
+def _weight_gradients(products0: Sequence[Product], w0: Tensor, product1: Product, w1: Tensor, sums: Sums) -> Sequence[Tensor]:
     """Of both convolutions, when the sums have run."""
     taps0, taps1 = w0.shape[0], w1.shape[0]
     if taps0 == taps1:
-        return weight_gradients([[Product(du, s)], [Product(g, v, scale)]], taps0, sums=sums)
-    return weight_gradient(du, s, taps0, sums=sums), weight_gradient(g, v, taps1, scale, sums=sums)
+        return weight_gradients([products0, [product1]], taps0, sums=sums)
+    return [weight_gradients([products], taps, sums=sums)[0] for products, taps in ((products0, taps0), ([product1], taps1))]
+
+
+def _sum(
+    x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | None, activate: float | None, training: bool
+) -> tuple[Tensor, Tensor]:
+    """`conv_sum`, and MP-SiLU(activate·y). In training, which is that of a whole branch, the table may name the library."""
+    scale, scale_conv = sum_scales(t)
+    factors = dict(scale=scale_conv, scale_aux=scale, clip=clip, **_activation(activate))
+    y, extra = convolve(dense(x), dense(w), aux=dense(residual), **factors, training=training)
+    return y, _or_nothing(extra, y)
+
+
+def _activation(scale: float | None) -> dict[str, Any]:
+    """Of an epilogue, for a reader that wants MP-SiLU(scale·y)."""
+    return {} if scale is None else {"with_extra": True, "scale_act": scale}
+
+
+def _or_nothing(extra: Tensor | None, y: Tensor) -> Tensor:
+    return y.new_empty(0) if extra is None else extra

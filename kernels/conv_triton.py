@@ -54,13 +54,9 @@ def conv_silu_up_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor)
     return convolve(du, dense(w), transposed=True)[0], weight_gradient(du, dense(x), w.shape[0]), dm
 
 
-def conv_sum(
-    x: Tensor, w: Tensor, master: Tensor | None, residual: Tensor, t: float, clip: float | None, training: bool = False
-) -> Tensor:
-    """In `training`, which is that of a whole branch, the table may name the library."""
+def conv_sum(x: Tensor, w: Tensor, master: Tensor | None, residual: Tensor, t: float, clip: float | None) -> Tensor:
     scale, scale_conv = sum_scales(t)
-    factors = dict(scale=scale_conv, scale_aux=scale, clip=clip)
-    return convolve(dense(x), dense(w), aux=dense(residual), **factors, training=training)[0]
+    return convolve(dense(x), dense(w), aux=dense(residual), scale=scale_conv, scale_aux=scale, clip=clip)[0]
 
 
 def conv_sum_backward(
@@ -76,9 +72,13 @@ def conv_cat_sum(
     x: Tensor, w: Tensor, master: Tensor | None, a: Tensor, b: Tensor, w_skip: Tensor, master_skip: Tensor | None,
     clip: float | None,
 ) -> Tensor:  # fmt: skip
-    parts = dense(w_skip).split([a.shape[3], b.shape[3]], dim=2)
-    sources = [Source(dense(source), part) for source, part in zip((a, b), parts)]
-    return convolve(dense(x), dense(w), sources=sources, clip=clip)[0]
+    return convolve(dense(x), dense(w), sources=sources(a, b, w_skip), clip=clip)[0]
+
+
+def sources(a: Tensor, b: Tensor, w: Tensor) -> list[Source]:
+    """With the parts of the weight that is theirs together."""
+    w_a, w_b = dense(w).split([a.shape[3], b.shape[3]], dim=2)
+    return [Source(dense(a), w_a), Source(dense(b), w_b)]
 
 
 def conv_cat_sum_backward(

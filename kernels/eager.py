@@ -189,12 +189,12 @@ def fork_backward(g: Tensor, other: Tensor | None, x: Tensor, clip: float) -> Te
     return clip_backward(g if other is None else g + other, x, clip)
 
 
-def mp_silu(x: Tensor) -> Tensor:
-    return F.silu(x).mul_(SILU_SCALE)
+def mp_silu(x: Tensor, scale: float = 1.0) -> Tensor:
+    return F.silu(_scaled(x, scale)).mul_(SILU_SCALE)
 
 
-def mp_silu_backward(g: Tensor, x: Tensor) -> Tensor:
-    return aten.silu_backward(g, x).mul_(SILU_SCALE)
+def mp_silu_backward(g: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
+    return aten.silu_backward(g, _scaled(x, scale)).mul_(SILU_SCALE * scale)
 
 
 def mp_sum(a: Tensor, b: Tensor, t: float, clip: float | None) -> Tensor:

@@ -34,6 +34,9 @@ def inverse_rms(x: Tensor, dim: int | Sequence[int], eps: float = EPS) -> Tensor
     return 1 / (norm / math.sqrt(count) + eps)
 
 
+Branch = Tensor | tuple[Tensor, Tensor]  # the latter where the activated result is asked for
+
+
 class Factors(NamedTuple):
     """Constants that a weight is multiplied by: `left` of its first `split` input channels, `right` of the others."""
 
@@ -164,55 +167,66 @@ def joined_factors(channels_a: int, channels_b: int, cat_t: float, t: float) -> 
 
 
 def residual_branch_norm(
-    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, down: bool = False
-) -> Tensor:
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, down: bool = False,
+    activate: float | None = None,
+) -> Branch:  # fmt: skip
     """`conv_sum` of `conv_silu` behind `pixel_norm_silu` (or `down_…`): a block of the encoder.
 
     The gradient of every `…_branch…` passes its clip: whoever reads the result stops it (`fork`, `clip_x`, `clip_a`).
     """
     x, s = down_pixel_norm_silu(x) if down else pixel_norm_silu(x)
-    return _clip_straight(conv_sum(conv_silu(s, w0, m), w1, x, t), clip)
+    return _branch(conv_sum(conv_silu(s, w0, m), w1, x, t), clip, activate)
 
 
 def residual_branch_norm_fork(
     x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, down: bool = False,
-    clip_x: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    clip_x: float | None = None, activate: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """`residual_branch_norm`, and x for another reader."""
     x, other = fork(x, clip_x)
-    return residual_branch_norm(x, w0, m, w1, t, clip, down), other
+    y = residual_branch_norm(x, w0, m, w1, t, clip, down, activate)
+    return (y, other) if activate is None else (*y, other)
 
 
 def residual_branch_silu(
-    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, clip_x: float | None = None
-) -> Tensor:
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, clip_x: float | None = None,
+    s: Tensor | None = None, activate: float | None = None,
+) -> Branch:  # fmt: skip
     """`conv_sum` of x and `conv_silu` of MP-SiLU(x), x's gradient stopped at `clip_x`: a block of the decoder without a skip."""
     x = clip_gradient(x, clip_x)
-    return _clip_straight(conv_sum(conv_silu(mp_silu(x), w0, m), w1, x, t), clip)
+    return _branch(conv_sum(conv_silu(mp_silu(x), w0, m), w1, x, t), clip, activate)
 
 
 def residual_branch_up(
-    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, clip_x: float | None = None
-) -> Tensor:
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, clip_x: float | None = None,
+    s: Tensor | None = None, activate: float | None = None,
+) -> Branch:  # fmt: skip
     """`residual_branch_silu` behind nearest-neighbour doubling, w0 `[16, Cmid, C]`: a block of the decoder that up-samples."""
     x = clip_gradient(x, clip_x)
-    return _clip_straight(conv_sum(conv_silu_up(mp_silu(x), w0, m), w1, _nearest_2x2(x), t), clip)
+    return _branch(conv_sum(conv_silu_up(mp_silu(x), w0, m), w1, _nearest_2x2(x), t), clip, activate)
 
 
 def residual_branch_cat(
     a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, cat_t: float,
-    clip: float | None = None, clip_a: float | None = None,
-) -> Tensor:  # fmt: skip
+    clip: float | None = None, clip_a: float | None = None, s_a: Tensor | None = None, s_b: Tensor | None = None,
+    activate: float | None = None,
+) -> Branch:  # fmt: skip
     """`conv_cat_sum` of `conv_silu` of `cat_silu`, a's gradient stopped at `clip_a`: a block of the decoder with a skip."""
     a = clip_gradient(a, clip_a)
-    return _clip_straight(conv_cat_sum(conv_silu(cat_silu(a, b, cat_t), w0, m), w1, a, b, w_skip), clip)
+    return _branch(conv_cat_sum(conv_silu(cat_silu(a, b, cat_t), w0, m), w1, a, b, w_skip), clip, activate)
 
 
 def attention_branch(
-    x: Tensor, w_qkv: Tensor, w_proj: Tensor, heads: int, t: float, clip: float | None = None
-) -> Tensor:  # fmt: skip
+    x: Tensor, w_qkv: Tensor, w_proj: Tensor, heads: int, t: float, clip: float | None = None, activate: float | None = None
+) -> Branch:  # fmt: skip
     """`conv_sum` of x with cosine attention between two 1×1 convolutions of it."""
-    return _clip_straight(conv_sum(cosine_attention(conv(x, w_qkv), heads), w_proj, x, t), clip)
+    return _branch(conv_sum(cosine_attention(conv(x, w_qkv), heads), w_proj, x, t), clip, activate)
+
+
+def _branch(y: Tensor, clip: float | None, activate: float | None) -> Branch:
+    """A branch's result; with `activate` also MP-SiLU(activate·y), as a number only: the gradient is its reader's, who has y."""
+    y = _clip_straight(y, clip)
+    return y if activate is None else (y, mp_silu(y.detach(), activate))
 
 
 def clip_gradient(x: Tensor, clip: float | None) -> Tensor:
@@ -240,9 +254,9 @@ class _StraightClip(torch.autograd.Function):
         return g, None
 
 
-def mp_silu(x: Tensor) -> Tensor:
-    """`silu(x) / 0.596`: unit-variance input gives unit mean square. Eq. 81."""
-    return F.silu(x) * SILU_SCALE
+def mp_silu(x: Tensor, scale: float = 1.0) -> Tensor:
+    """`silu(scale·x) / 0.596`: unit-variance scale·x gives unit mean square. Eq. 81."""
+    return F.silu(x * scale) * SILU_SCALE
 
 
 def mp_sum(a: Tensor, b: Tensor, t: float, clip: float | None = None) -> Tensor:
