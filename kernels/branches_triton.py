@@ -13,6 +13,7 @@ from kernels.branches_eager import saved
 from kernels.conv_triton import conv, conv_silu, dense, rows, skip_backward, sources
 from kernels.convolve import Rest, convolve
 from kernels.pixel_norm import pixel_norm_silu_backward_triton, pixel_norm_silu_triton
+from kernels.pointwise import mp_silu_triton
 from kernels.reference import cat_scales, sum_scales
 from kernels.sums import Sums
 from kernels.wgrad import Product, weight_gradients
@@ -64,8 +65,9 @@ def residual_branch_up(
     x: Tensor, s: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
     t: float, clip: float | None, clip_x: float | None, activate: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """By w0 and the sizes, convolutions up-sample."""
-    return residual_branch_silu(x, s, w0, master0, m, w1, master1, t, clip, clip_x, activate, saves)
+    """By w0 and the sizes, convolutions up-sample. The activated result in the same epilogue would spill 200 bytes."""
+    y, _, *kept = residual_branch_silu(x, s, w0, master0, m, w1, master1, t, clip, clip_x, None, saves)
+    return y, y.new_empty(0) if activate is None else mp_silu_triton(y, activate), *kept
 
 
 def residual_branch_up_backward(

@@ -29,7 +29,7 @@ def finish(
     is summed over 2 × 2; "residual": aux has half of them, and is repeated.
     """
     q0, q1, q2, q3 = quarters(acc, BN, BI * BH * BW)
-    if aux is None:  # nothing to prefetch
+    if aux is None and extra is None:  # nothing to prefetch, and registers for four quarters at once
         finish_quarter(
             q0, 0, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
             C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES, phase, UP,
@@ -80,9 +80,6 @@ def finish_quarter(
             value += load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * scale_aux
         if CLIP is not None:
             value = tl.clamp(value, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
-        if extra is not None:
-            rounded = value.to(extra.dtype if BOXES else extra.dtype.element_ty).to(tl.float32)
-            store_pixels(extra, mp_silu(rounded * scale_act), image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
     elif EPILOGUE == "residual_silu_grad":
         before = load_pixels(act, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32)
         value = u * mp_silu_grad(before * scale_act) * scale_act
@@ -98,6 +95,9 @@ def finish_quarter(
         store_sums(dm_ptr, dt * before, image, part * PARTS + s % PARTS, parts, c, N, C, QI, QH * BW, BN)
         value = modulated(dt, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN)
     store_pixels(y, value, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES, phase, UP == "output")
+    if EPILOGUE == "sum" and extra is not None:  # last: one result's registers at a time
+        rounded = value.to(extra.dtype if BOXES else extra.dtype.element_ty).to(tl.float32)
+        store_pixels(extra, mp_silu(rounded * scale_act), image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
 
 
 @triton.jit
