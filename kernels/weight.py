@@ -133,10 +133,10 @@ def load_taps(
 
 @triton.jit
 def factor_of(first, factors, TAPS: tl.constexpr, BLOCK: tl.constexpr):
-    """That of each channel from `first`."""
+    """That of each channel from `first`. Counted from there: `project_kernel` of 9 taps then keeps its 128 registers, not 144."""
     split, left, right = factors
-    offs_c = first + tl.arange(0, BLOCK // taps_block(TAPS))[:, None]  # [channels, 1]
-    return tl.where(offs_c < split, left, right)
+    offs_c = tl.arange(0, BLOCK // taps_block(TAPS))[:, None]  # [channels, 1]
+    return tl.where(offs_c < split - first, left, right)
 
 
 @triton.jit
