@@ -272,13 +272,14 @@ class UNet(nn.Module):
         blocks, w = self.blocks(), self.prepared_modulation
         if w is None:
             w = torch.cat([block.emb_linear.prepare(emb.dtype, block.emb_gain) for block in blocks], dim=1)
-        return (ops.linear(emb, w) + 1).to(dtype).split([len(block.emb_linear.weight) for block in blocks], dim=1)
+        return ops.linear(emb, w, shift=1.0, dtype=dtype).split([len(block.emb_linear.weight) for block in blocks], dim=1)
 
     def embed(self, c_noise: Tensor, labels: Tensor | None) -> Tensor:
         """The fp32 embedding `[N, Cemb]` of the noise level and the class."""
         emb = self.emb_noise(self.emb_fourier(c_noise))
         if self.emb_label is not None:
-            emb = ops.mp_sum(emb, self.emb_label(labels * math.sqrt(self.label_dim)), self.label_balance)
+            w = self.emb_label.prepare(labels.dtype)
+            emb = ops.mp_sum(emb, ops.linear(labels, w, scale=math.sqrt(self.label_dim)), self.label_balance)
         return ops.mp_silu(emb)
 
 

@@ -72,13 +72,19 @@ def up_weight_backward(g: Tensor) -> Tensor:
     return torch.stack([r[0, i] + r[1, j] for r in rows for i, j in ((0, 0), (1, 0), (1, 1))])
 
 
-def linear(x: Tensor, w: Tensor, master: Tensor | None) -> Tensor:
-    return F.linear(x, w[0])
+def linear(
+    x: Tensor, w: Tensor, master: Tensor | None, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None
+) -> Tensor:
+    y = F.linear(x, w[0])
+    y = y if scale == 1 else y.mul_(scale)
+    return (y if shift == 0 else y.add_(shift)).to(dtype or x.dtype)
 
 
-def linear_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def linear_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1.0, with_dx: bool = True) -> tuple[Tensor, Tensor]:
+    """dx (empty if it is not wanted) and dw."""
+    g = g.to(x.dtype) if scale == 1 else g.to(x.dtype) * scale
     dw = g.flatten(0, -2).T @ x.flatten(0, -2)
-    return g @ w[0], dw.to(wide(w.dtype))[None]
+    return g @ w[0] if with_dx else x.new_empty(0), dw.to(wide(w.dtype))[None]
 
 
 def conv(x: Tensor, w: Tensor, master: Tensor | None = None) -> Tensor:

@@ -66,10 +66,10 @@ def up_weight(w: Tensor) -> Tensor:
     return both.unflatten(1, (2, 2)).unflatten(0, (2, 2)).transpose(1, 2).flatten(0, 3)
 
 
-def linear(x: Tensor, w: Tensor) -> Tensor:
-    """`x @ w[0].T`: x `[..., Cin]`, w `[1, Cout, Cin]` → `[..., Cout]`."""
+def linear(x: Tensor, w: Tensor, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+    """`scale · x @ w[0].T + shift` in `dtype` (x's without one): x `[..., Cin]`, w `[1, Cout, Cin]` → `[..., Cout]`."""
     _check_channels("x", x, w)
-    return F.linear(x, w[0])
+    return (F.linear(x, w[0]) * scale + shift).to(dtype or x.dtype)
 
 
 def conv(x: Tensor, w: Tensor) -> Tensor:

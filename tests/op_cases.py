@@ -110,6 +110,7 @@ CASES = {
     "mp_weight up gain": Case("mp_weight", [(3, 7, 3, 3), ()], {"up": True}),
     "mp_weight small": Case("mp_weight", [(5, 8, 3, 3)], {}, {0: 1e-4}),
     "linear": Case("linear", [(5, 8), (1, 40, 8)]),
+    "linear scaled": Case("linear", [(3, 8), (1, 5, 8)], {"scale": 3.0, "shift": 1.0}),
     "conv 3x3": Case("conv", [(2, 5, 3, 8), (9, 40, 8)]),
     "conv one channel": Case("conv", [(1, 5, 3, 1), (9, 1, 1)]),
     "conv 1x1": Case("conv", [(1, 3, 5, 40), (1, 8, 40)]),
