@@ -21,6 +21,7 @@ if find_spec("triton"):
     )
     from kernels.conv import conv, conv_cat_sum, conv_silu, conv_silu_up, conv_sum
     from kernels.fork import fork
+    from kernels.fourier import mp_fourier
     from kernels.linear import linear
     from kernels.pixel_norm import down_pixel_norm_silu, pixel_norm_silu
     from kernels.pointwise import cat_silu, mp_silu, mp_sum, resample
@@ -38,6 +39,7 @@ else:
         down_pixel_norm_silu,
         fork,
         linear,
+        mp_fourier,
         mp_silu,
         mp_sum,
         mp_weight,
@@ -65,6 +67,7 @@ __all__ = [
     "fork",
     "fallbacks",
     "linear",
+    "mp_fourier",
     "mp_silu",
     "mp_sum",
     "mp_weight",

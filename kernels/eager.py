@@ -200,6 +200,10 @@ def fork_backward(g: Tensor, other: Tensor | None, x: Tensor, clip: float) -> Te
     return clip_backward(g if other is None else g + other, x, clip)
 
 
+def mp_fourier(x: Tensor, freqs: Tensor, phases: Tensor) -> Tensor:
+    return torch.outer(x, freqs).add_(phases).cos_().mul_(math.sqrt(2))
+
+
 def mp_silu(x: Tensor) -> Tensor:
     return F.silu(x).mul_(SILU_SCALE)
 

@@ -205,6 +205,11 @@ class _StraightClip(torch.autograd.Function):
         return g, None
 
 
+def mp_fourier(x: Tensor, freqs: Tensor, phases: Tensor) -> Tensor:
+    """`√2·cos(freqs·x + phases)`, Eq. 75: x `[N]`, freqs and phases `[C]` → `[N, C]`."""
+    return (torch.outer(x, freqs) + phases).cos() * math.sqrt(2)
+
+
 def mp_silu(x: Tensor) -> Tensor:
     """`silu(x) / 0.596`: unit-variance input gives unit mean square. Eq. 81."""
     return F.silu(x) * SILU_SCALE

@@ -118,6 +118,8 @@ CASES = {
     "conv_silu one image": Case("conv_silu", [(1, 1, 1, 8), (1, 8, 8), (1, 8)]),
     "conv_silu_up": Case("conv_silu_up", [(2, 5, 3, 16), (16, 24, 16), (2, 24)]),
     "conv_silu_up one image": Case("conv_silu_up", [(1, 1, 1, 8), (16, 8, 8), (1, 8)]),
+    "mp_fourier": Case("mp_fourier", [(3,), (40,), (40,)]),
+    "mp_fourier long": Case("mp_fourier", [(2,), (300,), (300,)], {}, {1: 6.0}),
     "mp_silu": Case("mp_silu", [(3, 5, 3, 8)]),
     "mp_silu vector": Case("mp_silu", [(3, 40)], {}, {0: 20}),
     "mp_sum": Case("mp_sum", [(3, 8), (3, 8)], {"t": 0.3, "clip": 0.5}),

@@ -25,7 +25,7 @@ FAULTS = {
 ANY = {
     "axes": {"fork x", "mp_silu x", "linear x"},
     "channels": {"cat_silu a", "cat_silu b", "mp_weight w"}
-    | {f"{op} x" for op in ("down_pixel_norm_silu", "fork", "mp_silu", "pixel_norm_silu", "resample")},
+    | {f"{op} x" for op in ("down_pixel_norm_silu", "fork", "mp_fourier", "mp_silu", "pixel_norm_silu", "resample")},
     "strides": {"linear x", "mp_weight w", "mp_weight gain"},
 }
 FIRST = {case.op: case for name, case in reversed(CASES.items()) if "one channel" not in name}

@@ -107,6 +107,7 @@ SMALL = {
     "conv_silu": Case("conv_silu", [(2, 2, 3, 2), (9, 2, 2), (2, 2)]),
     "mp_weight up": Case("mp_weight", [(3, 2, 3, 3), ()], {"up": True}),
     "conv_silu_up": Case("conv_silu_up", [(2, 2, 1, 2), (16, 2, 2), (2, 2)]),
+    "mp_fourier": Case("mp_fourier", [(2,), (3,), (3,)]),
     "mp_silu": Case("mp_silu", [(2, 5)]),
     "cat_silu": Case("cat_silu", [(1, 2, 2, 2), (1, 2, 2, 3)], {"t": 0.4}),
     "pixel_norm_silu": Case("pixel_norm_silu", [(1, 2, 2, 3)]),
