@@ -3,7 +3,7 @@
 Each op has one meaning, stated by plain autograd in `kernels.reference`, and is one node `edm2::name` of PyTorch's
 dispatcher, so that `torch.compile(fullgraph=True)` takes it whole: CUDA tensors go to Triton kernels, CPU tensors to
 `kernels.eager` (to Triton under `TRITON_INTERPRET=1`). Where Triton is not installed, the ops are the reference. This
-package knows nothing of diffusion.
+package knows nothing of training and sampling.
 """
 
 from importlib.util import find_spec
@@ -25,6 +25,7 @@ if find_spec("triton"):
     from kernels.linear import linear
     from kernels.pixel_norm import down_pixel_norm_silu, pixel_norm_silu
     from kernels.pointwise import cat_silu, mp_silu, mp_sum, resample
+    from kernels.precondition import precondition_input, precondition_output
     from kernels.weight import mp_weight
 else:
     from kernels.reference import (
@@ -44,6 +45,8 @@ else:
         mp_sum,
         mp_weight,
         pixel_norm_silu,
+        precondition_input,
+        precondition_output,
         resample,
         residual_branch_cat,
         residual_branch_norm,
@@ -72,6 +75,8 @@ __all__ = [
     "mp_sum",
     "mp_weight",
     "pixel_norm_silu",
+    "precondition_input",
+    "precondition_output",
     "resample",
     "residual_branch_cat",
     "residual_branch_norm",

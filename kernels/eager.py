@@ -88,12 +88,14 @@ def linear_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1.0, with_dx
 
 
 def conv(x: Tensor, w: Tensor, master: Tensor | None = None) -> Tensor:
-    return library.convolution(x, w)
+    return library.convolution(x[..., : w.shape[2]], w)
 
 
 def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tuple[Tensor, Tensor]:
     """dx (empty if it is not wanted) and dw."""
-    return _conv_backward(g, x, w, with_dx=with_dx)
+    more = x.shape[3] - w.shape[2]
+    dx, dw = _conv_backward(g, x[..., : w.shape[2]], w, with_dx=with_dx)
+    return F.pad(dx, (0, more)) if with_dx and more else dx, dw
 
 
 def _conv_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1, with_dx: bool = True) -> tuple[Tensor, Tensor]:
@@ -202,6 +204,66 @@ def fork_backward(g: Tensor, other: Tensor | None, x: Tensor, clip: float) -> Te
 
 def mp_fourier(x: Tensor, freqs: Tensor, phases: Tensor) -> Tensor:
     return torch.outer(x, freqs).add_(phases).cos_().mul_(math.sqrt(2))
+
+
+def precondition_input(x: Tensor, sigma: Tensor, sigma_data: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    *_, c_in = noise_scales(sigma, sigma_data)
+    n, c, height, width = x.shape
+    y = x.new_zeros(n, height, width, reference.input_channels(c), dtype=dtype)
+    y[..., :c] = (c_in * x).permute(0, 2, 3, 1)
+    y[..., c] = 1
+    return y, sigma.log() / 4
+
+
+def precondition_input_dx(g: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """g `[N, C, H, W]`, of the image's channels only."""
+    *_, c_in = noise_scales(sigma, sigma_data)
+    return (c_in * g).to(sigma.dtype)
+
+
+def precondition_input_dsigma(g: Tensor | None, g_noise: Tensor | None, x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """c_in′ = −σ·c_in³ and c_noise′ = 1/(4σ)."""
+    s = sigma.to(wide(sigma.dtype))
+    dsigma = torch.zeros_like(s)
+    if g is not None:
+        *_, c_in = noise_scales(s, sigma_data)
+        dsigma = dsigma - s * c_in.flatten() ** 3 * (g * x.to(s.dtype)).sum((1, 2, 3))
+    if g_noise is not None:
+        dsigma = dsigma + g_noise / (4 * s)
+    return dsigma.to(sigma.dtype)
+
+
+def precondition_output(f: Tensor, x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    c_skip, c_out, _ = noise_scales(sigma, sigma_data)
+    return (c_skip * x).addcmul_(c_out, f[..., : x.shape[1]].permute(0, 3, 1, 2).to(x.dtype))
+
+
+def precondition_output_backward(g: Tensor, sigma: Tensor, sigma_data: float, channels: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of f, 0 in its channels beyond those of g."""
+    _, c_out, _ = noise_scales(sigma, sigma_data)
+    n, c, height, width = g.shape
+    df = g.new_zeros(n, height, width, channels, dtype=dtype)
+    df[..., :c] = (c_out * g).permute(0, 2, 3, 1)
+    return df
+
+
+def precondition_output_dx(g: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    c_skip, _, _ = noise_scales(sigma, sigma_data)
+    return c_skip * g
+
+
+def precondition_output_dsigma(g: Tensor, f: Tensor, x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """c_skip′ = −2σ·c_in²·c_skip and c_out′ = σ_data·c_in − σ²·σ_data·c_in³ (of ±∞ NaN, as by autograd)."""
+    s, g = sigma.to(wide(sigma.dtype)), g.to(wide(g.dtype))
+    c_skip, _, c_in = (c.flatten() for c in noise_scales(s, sigma_data))
+    of_skip, of_out = (g * x).sum((1, 2, 3)), (g * f[..., : x.shape[1]].permute(0, 3, 1, 2)).sum((1, 2, 3))
+    of_out = sigma_data * c_in * of_out
+    return (of_out - (s * c_in) ** 2 * of_out - 2 * s * c_in**2 * c_skip * of_skip).to(sigma.dtype)
+
+
+def noise_scales(sigma: Tensor, sigma_data: float) -> tuple[Tensor, ...]:
+    """c_skip, c_out and c_in `[N, 1, 1, 1]`."""
+    return tuple(c[:, None, None, None] for c in reference.noise_scales(sigma, sigma_data))
 
 
 def mp_silu(x: Tensor) -> Tensor:
