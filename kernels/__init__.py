@@ -23,6 +23,7 @@ if find_spec("triton"):
     from kernels.fork import fork
     from kernels.fourier import mp_fourier
     from kernels.linear import linear
+    from kernels.loss import uncertainty_loss
     from kernels.pixel_norm import down_pixel_norm_silu, pixel_norm_silu
     from kernels.pointwise import cat_silu, mp_silu, mp_sum, resample
     from kernels.precondition import precondition_input, precondition_output
@@ -52,6 +53,7 @@ else:
         residual_branch_norm,
         residual_branch_silu,
         residual_branch_up,
+        uncertainty_loss,
     )
 
 __all__ = [
@@ -82,6 +84,7 @@ __all__ = [
     "residual_branch_norm",
     "residual_branch_silu",
     "residual_branch_up",
+    "uncertainty_loss",
 ]
 OPS = [name for name in __all__ if name not in ("FallbackWarning", "clear_fallbacks", "coverage", "fallbacks")]
 

@@ -261,6 +261,32 @@ def precondition_output_dsigma(g: Tensor, f: Tensor, x: Tensor, sigma: Tensor, s
     return (of_out - (s * c_in) ** 2 * of_out - 2 * s * c_in**2 * c_skip * of_skip).to(sigma.dtype)
 
 
+def uncertainty_loss(denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float) -> Tensor:
+    return reference.uncertainty_loss(denoised, images, sigma, logvar, sigma_data)
+
+
+def uncertainty_loss_backward(
+    g: Tensor, denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float
+) -> tuple[Tensor, Tensor]:
+    """Those of `denoised` and `logvar`: 2g·λ/exp(u)·(D − y), and Σg − λ/exp(u)·Σg·(D − y)²."""
+    g, d, s, u = (x.to(wide(x.dtype)) for x in (g, denoised, sigma, logvar))
+    e = u.exp()
+    weight = (s**2 + sigma_data**2) / (s * sigma_data) ** 2 / e
+    g, error = g.flatten(1), (d - images).flatten(1)
+    du = g.sum(1) - (g * error**2).sum(1) * (weight / e * e)  # of an infinite u NaN, as by autograd
+    return (g * weight[:, None] * (2 * error)).view_as(denoised).to(denoised.dtype), du.to(logvar.dtype)
+
+
+def uncertainty_loss_dsigma(
+    g: Tensor, denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float
+) -> Tensor:
+    """λ′ = 2σ/p − (σ² + σ_data²)·2σ·σ_data²/p² with p = (σ·σ_data)² (of ±∞ NaN, as by autograd)."""
+    g, denoised, s, u = (x.to(wide(x.dtype)) for x in (g, denoised, sigma, logvar))
+    square = (g * (denoised - images) ** 2).flatten(1).sum(1) / u.exp()
+    p = (s * sigma_data) ** 2
+    return (square / p * 2 * s - square * ((s**2 + sigma_data**2) / p / p) * 2 * s * sigma_data**2).to(sigma.dtype)
+
+
 def noise_scales(sigma: Tensor, sigma_data: float) -> tuple[Tensor, ...]:
     """c_skip, c_out and c_in `[N, 1, 1, 1]`."""
     return tuple(c[:, None, None, None] for c in reference.noise_scales(sigma, sigma_data))

@@ -230,6 +230,13 @@ def precondition_output(f: Tensor, x: Tensor, sigma: Tensor, sigma_data: float) 
     return c_skip * x + c_out * f[..., : x.shape[1]].permute(0, 3, 1, 2).to(x.dtype)
 
 
+def uncertainty_loss(denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float) -> Tensor:
+    """`λ(σ)/exp(u)·(denoised − images)² + u` for each element, Eq. 14 and 21: images `[N, …]`, σ and u = logvar `[N]`."""
+    sigma, logvar = (x.reshape(-1, *[1] * (images.ndim - 1)) for x in (sigma, logvar))
+    weight = (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2  # λ(σ)
+    return weight / logvar.exp() * (denoised - images) ** 2 + logvar
+
+
 def noise_scales(sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor, Tensor]:
     """c_skip, c_out and c_in."""
     total = sigma**2 + sigma_data**2

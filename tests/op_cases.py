@@ -118,6 +118,10 @@ CASES = {
     "precondition_input wide": Case("precondition_input", [(2, 9, 20, 16), (2,)], {"sigma_data": 0.7}, positive=(1,)),
     "precondition_output": Case("precondition_output", [(3, 5, 3, 8), (3, 4, 5, 3), (3,)], {"sigma_data": 0.5}, positive=(2,)),
     "precondition_output wide": Case("precondition_output", [(2, 20, 16, 9), (2, 9, 20, 16), (2,)], {"sigma_data": 0.7}, positive=(2,)),
+    "uncertainty_loss": Case("uncertainty_loss", [(3, 4, 5, 3), (3, 4, 5, 3), (3,), (3,)], {"sigma_data": 0.5}, positive=(2,)),
+    "uncertainty_loss long": Case(
+        "uncertainty_loss", [(2, 3, 37, 40), (2, 3, 37, 40), (2,), (2,)], {"sigma_data": 0.7}, {0: 0.1, 1: 0.1}, (2,)
+    ),
     "conv 3x3": Case("conv", [(2, 5, 3, 8), (9, 40, 8)]),
     "conv one channel": Case("conv", [(1, 5, 3, 1), (9, 1, 1)]),
     "conv more channels": Case("conv", [(2, 4, 3, 16), (9, 8, 13)]),

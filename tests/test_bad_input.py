@@ -29,7 +29,8 @@ ANY = {
     | {"conv x", "precondition_input x", "precondition_output f"}
     | {f"{op} x" for op in ("down_pixel_norm_silu", "fork", "mp_fourier", "mp_silu", "pixel_norm_silu", "resample")},
     "type": {"precondition_output f"},
-    "strides": {"precondition_input sigma", "precondition_output sigma", "linear x", "mp_weight w", "mp_weight gain"},
+    "strides": {f"{op} sigma" for op in ("precondition_input", "precondition_output", "uncertainty_loss")}
+    | {"uncertainty_loss logvar", "linear x", "mp_weight w", "mp_weight gain"},
 }
 FIRST = {case.op: case for name, case in reversed(CASES.items()) if "one channel" not in name}
 FIRST["mp_weight"] = CASES["mp_weight 1x1 gain"]

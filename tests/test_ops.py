@@ -110,6 +110,7 @@ SMALL = {
     "mp_fourier": Case("mp_fourier", [(2,), (3,), (3,)]),
     "precondition_input": Case("precondition_input", [(2, 2, 1, 3), (2,)], {"sigma_data": 0.5}, positive=(1,)),
     "precondition_output": Case("precondition_output", [(2, 1, 3, 4), (2, 2, 1, 3), (2,)], {"sigma_data": 0.5}, positive=(2,)),
+    "uncertainty_loss": Case("uncertainty_loss", [(2, 1, 2, 2), (2, 1, 2, 2), (2,), (2,)], {"sigma_data": 0.5}, positive=(2,)),
     "mp_silu": Case("mp_silu", [(2, 5)]),
     "cat_silu": Case("cat_silu", [(1, 2, 2, 2), (1, 2, 2, 3)], {"t": 0.4}),
     "pixel_norm_silu": Case("pixel_norm_silu", [(1, 2, 2, 3)]),
