@@ -29,8 +29,7 @@ class MPFourier(nn.Module):
         self.register_buffer("phases", 2 * math.pi * torch.rand(num_channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.outer(x.float(), self.freqs.float()) + self.phases.float()
-        return y.cos() * math.sqrt(2)
+        return ops.mp_fourier(x.float().contiguous(), self.freqs.float(), self.phases.float())
 
 
 class MPConv(nn.Module):
@@ -318,9 +317,11 @@ class UNet(nn.Module):
         self.prepared_modulation = None  # all blocks' emb_linear as one weight, like `MPConv.prepared`
 
     def forward(self, x: Tensor, c_noise: Tensor, labels: Tensor | None = None) -> Tensor:
-        """x `[N, H, W, C]` in the compute dtype, c_noise `[N]`, labels `[N, label_dim]` or None → `[N, H, W, C]`."""
+        """x and c_noise as `precondition_input` makes them, labels `[N, label_dim]` or None → `[N, H, W, C]`.
+
+        With a weight prepared for the step, zeros follow after the C channels.
+        """
         modulations = iter(self.modulations(self.embed(c_noise, labels), x.dtype))
-        x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
         decoder = list(self.dec.values())
         scales = [block.reads_activated[1] for block in decoder if block.skip_channels]  # of skips, the last first
         skips, clip, activated = [], None, None
@@ -354,13 +355,14 @@ class UNet(nn.Module):
         blocks, w = self.blocks(), self.prepared_modulation
         if w is None:
             w = torch.cat([block.emb_linear.prepare(emb.dtype, block.emb_gain) for block in blocks], dim=1)
-        return (ops.linear(emb, w) + 1).to(dtype).split([len(block.emb_linear.weight) for block in blocks], dim=1)
+        return ops.linear(emb, w, shift=1.0, dtype=dtype).split([len(block.emb_linear.weight) for block in blocks], dim=1)
 
     def embed(self, c_noise: Tensor, labels: Tensor | None) -> Tensor:
         """The fp32 embedding `[N, Cemb]` of the noise level and the class."""
         emb = self.emb_noise(self.emb_fourier(c_noise))
         if self.emb_label is not None:
-            emb = ops.mp_sum(emb, self.emb_label(labels * math.sqrt(self.label_dim)), self.label_balance)
+            w = self.emb_label.prepare(labels.dtype)
+            emb = ops.mp_sum(emb, ops.linear(labels, w, scale=math.sqrt(self.label_dim)), self.label_balance)
         return ops.mp_silu(emb)
 
 
@@ -407,17 +409,13 @@ class Precond(nn.Module):
         unconditional network. With `return_logvar` also returns u(σ), fp32 `[N, 1, 1, 1]`.
         """
         self._check_shape(x)
-        x = x.float()
+        x = x.float().contiguous()
         sigma = self._sigma(sigma, x)
         labels = self._labels(class_labels, x)
-        total = sigma**2 + self.sigma_data**2
-        c_skip, c_out = self.sigma_data**2 / total, sigma * self.sigma_data / total.sqrt()
-        c_in, c_noise = 1 / total.sqrt(), sigma.flatten().log() / 4
-
         dtype = torch.float32 if force_fp32 else self.compute_dtype(x.device)
-        x_in = (c_in * x).to(dtype).permute(0, 2, 3, 1).contiguous()
-        F_x = self.unet(x_in, c_noise, labels).permute(0, 3, 1, 2).float()
-        D_x = c_skip * x + c_out * F_x
+        x_in, c_noise = ops.precondition_input(x, sigma, self.sigma_data, dtype)
+        F_x = self.unet(x_in, c_noise, labels)
+        D_x = ops.precondition_output(F_x, x, sigma, self.sigma_data)
         return (D_x, self.logvar(c_noise)) if return_logvar else D_x
 
     def logvar(self, c_noise: Tensor) -> Tensor:
@@ -438,10 +436,10 @@ class Precond(nn.Module):
     def _sigma(self, sigma: Tensor | float, x: Tensor) -> Tensor:
         if not isinstance(sigma, Tensor):
             sigma = torch.full([1], sigma, device=x.device)  # without a copy, which would make a GPU wait
-        sigma = sigma.to(x.device, torch.float32).reshape(-1, 1, 1, 1)
+        sigma = sigma.to(x.device, torch.float32).reshape(-1)
         if sigma.shape[0] not in (1, x.shape[0]):
             raise ValueError(f"sigma: expected a scalar or {x.shape[0]} values, got {sigma.shape[0]}")
-        return sigma.expand(x.shape[0], 1, 1, 1)
+        return sigma.expand(x.shape[0])
 
     def _labels(self, labels: Tensor | None, x: Tensor) -> Tensor | None:
         """Class labels as fp32 `[N, label_dim]`, or None for an unconditional network."""

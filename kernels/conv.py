@@ -31,8 +31,11 @@ from kernels.weight import Weight, split_gradient
 
 
 def conv(x: Tensor, w: Weight) -> Tensor:
-    """3×3 or 1×1 convolution, stride 1, zero padding: x `[N, H, W, Cin]`, w `[9 or 1, Cout, Cin]` → `[N, H, W, Cout]`."""
-    w, master = check_conv(x, w)
+    """3×3 or 1×1 convolution, stride 1, zero padding: x `[N, H, W, Cin]`, w `[9 or 1, Cout, Cin]` → `[N, H, W, Cout]`.
+
+    x may have more channels, of zeros: these have no weight.
+    """
+    w, master = check_conv(x, w, more=True)
     return _conv(x, w, master)
 
 

@@ -12,10 +12,12 @@ def saves_for(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
 
 
-def check_conv(x: Tensor, w: Weight, name: str = "w", taps: tuple[int, ...] = (1, 9)) -> tuple[Tensor, Tensor | None]:
+def check_conv(
+    x: Tensor, w: Weight, name: str = "w", taps: tuple[int, ...] = (1, 9), more: bool = False
+) -> tuple[Tensor, Tensor | None]:
     w, master = unpack(w)
     check_activation("x", x)
-    check_weight(name, w, "x", x, taps)
+    check_weight(name, w, "x", x, taps, more)
     return w, master
 
 

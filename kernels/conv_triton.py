@@ -20,19 +20,21 @@ ALIGNMENT = 16  # bytes, of every row that a descriptor reaches
 def conv(x: Tensor, w: Tensor, master: Tensor | None = None) -> Tensor:
     """Any number of channels: they are padded to whole 16 bytes, which few, in the first and the last layer, cost little."""
     channels = w.shape[1]
-    y, _ = convolve(dense(_padded(x)), _padded(w, rows=True))
+    x = dense(_padded(x))
+    y, _ = convolve(x, _padded_weight(w, x.shape[3]))
     return y if y.shape[3] == channels else y[..., :channels].contiguous()
 
 
 def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tuple[Tensor, Tensor]:
     (taps, rows, columns), g = w.shape, dense(_padded(g))
-    dw = weight_gradient(g, dense(_padded(x)), taps)
+    padded = _padded(x)
+    dw = weight_gradient(g, dense(padded), taps)
     if dw.shape != w.shape:
         dw = dw[:, :rows, :columns].contiguous()
     if not with_dx:
         return x.new_empty(0), dw
-    dx, _ = convolve(g, _padded(w, rows=True), transposed=True, training=True)
-    return dx if dx.shape == x.shape else dx[..., :columns].contiguous(), dw
+    dx, _ = convolve(g, _padded_weight(w, padded.shape[3]), transposed=True, training=True)
+    return dx if dx.shape == x.shape else dx[..., : x.shape[3]].contiguous(), dw
 
 
 def conv_silu(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
@@ -98,11 +100,16 @@ def skip_backward(
     return da, db, dw_skip
 
 
-def _padded(x: Tensor, rows: bool = False) -> Tensor:
-    """Zero channels after the last, up to whole 16 bytes; also zero rows of a weight."""
-    step = ALIGNMENT // x.element_size()
-    pad = [0, -x.shape[-1] % step] + ([0, -x.shape[-2] % step] if rows else [])
-    return F.pad(x, pad) if any(pad) else x
+def _padded(x: Tensor) -> Tensor:
+    """Zero channels after the last, up to whole 16 bytes."""
+    more = -x.shape[-1] % (ALIGNMENT // x.element_size())
+    return F.pad(x, (0, more)) if more else x
+
+
+def _padded_weight(w: Tensor, columns: int) -> Tensor:
+    """Zero columns and rows, for x of so many channels and y of whole 16 bytes."""
+    pad = [0, columns - w.shape[2], 0, -w.shape[1] % (ALIGNMENT // w.element_size())]
+    return F.pad(w, pad) if any(pad) else w
 
 
 def rows(m: Tensor) -> Tensor:

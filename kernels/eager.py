@@ -83,22 +83,30 @@ def up_weight_backward(g: Tensor) -> Tensor:
     return torch.stack([r[0, i] + r[1, j] for r in rows for i, j in ((0, 0), (1, 0), (1, 1))])
 
 
-def linear(x: Tensor, w: Tensor, master: Tensor | None) -> Tensor:
-    return F.linear(x, w[0])
+def linear(
+    x: Tensor, w: Tensor, master: Tensor | None, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None
+) -> Tensor:
+    y = F.linear(x, w[0])
+    y = y if scale == 1 else y.mul_(scale)
+    return (y if shift == 0 else y.add_(shift)).to(dtype or x.dtype)
 
 
-def linear_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def linear_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1.0, with_dx: bool = True) -> tuple[Tensor, Tensor]:
+    """dx (empty if it is not wanted) and dw."""
+    g = g.to(x.dtype) if scale == 1 else g.to(x.dtype) * scale
     dw = g.flatten(0, -2).T @ x.flatten(0, -2)
-    return g @ w[0], dw.to(wide(w.dtype))[None]
+    return g @ w[0] if with_dx else x.new_empty(0), dw.to(wide(w.dtype))[None]
 
 
 def conv(x: Tensor, w: Tensor, master: Tensor | None = None) -> Tensor:
-    return library.convolution(x, w)
+    return library.convolution(x[..., : w.shape[2]], w)
 
 
 def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tuple[Tensor, Tensor]:
     """dx (empty if it is not wanted) and dw."""
-    return _conv_backward(g, x, w, with_dx=with_dx)
+    more = x.shape[3] - w.shape[2]
+    dx, dw = _conv_backward(g, x[..., : w.shape[2]], w, with_dx=with_dx)
+    return F.pad(dx, (0, more)) if with_dx and more else dx, dw
 
 
 def _conv_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1, with_dx: bool = True) -> tuple[Tensor, Tensor]:
@@ -187,6 +195,96 @@ def _parts(w_skip: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
 
 def fork_backward(g: Tensor, other: Tensor | None, x: Tensor, clip: float) -> Tensor:
     return clip_backward(g if other is None else g + other, x, clip)
+
+
+def mp_fourier(x: Tensor, freqs: Tensor, phases: Tensor) -> Tensor:
+    return torch.outer(x, freqs).add_(phases).cos_().mul_(math.sqrt(2))
+
+
+def precondition_input(x: Tensor, sigma: Tensor, sigma_data: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    *_, c_in = noise_scales(sigma, sigma_data)
+    n, c, height, width = x.shape
+    y = x.new_zeros(n, height, width, reference.input_channels(c), dtype=dtype)
+    y[..., :c] = (c_in * x).permute(0, 2, 3, 1)
+    y[..., c] = 1
+    return y, sigma.log() / 4
+
+
+def precondition_input_dx(g: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """g `[N, C, H, W]`, of the image's channels only."""
+    *_, c_in = noise_scales(sigma, sigma_data)
+    return (c_in * g).to(sigma.dtype)
+
+
+def precondition_input_dsigma(g: Tensor | None, g_noise: Tensor | None, x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """c_in′ = −σ·c_in³ and c_noise′ = 1/(4σ)."""
+    s = sigma.to(wide(sigma.dtype))
+    dsigma = torch.zeros_like(s)
+    if g is not None:
+        *_, c_in = noise_scales(s, sigma_data)
+        dsigma = dsigma - s * c_in.flatten() ** 3 * (g * x.to(s.dtype)).sum((1, 2, 3))
+    if g_noise is not None:
+        dsigma = dsigma + g_noise / (4 * s)
+    return dsigma.to(sigma.dtype)
+
+
+def precondition_output(f: Tensor, x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    c_skip, c_out, _ = noise_scales(sigma, sigma_data)
+    return (c_skip * x).addcmul_(c_out, f[..., : x.shape[1]].permute(0, 3, 1, 2).to(x.dtype))
+
+
+def precondition_output_backward(g: Tensor, sigma: Tensor, sigma_data: float, channels: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of f, 0 in its channels beyond those of g."""
+    _, c_out, _ = noise_scales(sigma, sigma_data)
+    n, c, height, width = g.shape
+    df = g.new_zeros(n, height, width, channels, dtype=dtype)
+    df[..., :c] = (c_out * g).permute(0, 2, 3, 1)
+    return df
+
+
+def precondition_output_dx(g: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    c_skip, _, _ = noise_scales(sigma, sigma_data)
+    return c_skip * g
+
+
+def precondition_output_dsigma(g: Tensor, f: Tensor, x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """c_skip′ = −2σ·c_in²·c_skip and c_out′ = σ_data·c_in − σ²·σ_data·c_in³ (of ±∞ NaN, as by autograd)."""
+    s, g = sigma.to(wide(sigma.dtype)), g.to(wide(g.dtype))
+    c_skip, _, c_in = (c.flatten() for c in noise_scales(s, sigma_data))
+    of_skip, of_out = (g * x).sum((1, 2, 3)), (g * f[..., : x.shape[1]].permute(0, 3, 1, 2)).sum((1, 2, 3))
+    of_out = sigma_data * c_in * of_out
+    return (of_out - (s * c_in) ** 2 * of_out - 2 * s * c_in**2 * c_skip * of_skip).to(sigma.dtype)
+
+
+def uncertainty_loss(denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float) -> Tensor:
+    return reference.uncertainty_loss(denoised, images, sigma, logvar, sigma_data)
+
+
+def uncertainty_loss_backward(
+    g: Tensor, denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float
+) -> tuple[Tensor, Tensor]:
+    """Those of `denoised` and `logvar`: 2g·λ/exp(u)·(D − y), and Σg − λ/exp(u)·Σg·(D − y)²."""
+    g, d, s, u = (x.to(wide(x.dtype)) for x in (g, denoised, sigma, logvar))
+    e = u.exp()
+    weight = (s**2 + sigma_data**2) / (s * sigma_data) ** 2 / e
+    g, error = g.flatten(1), (d - images).flatten(1)
+    du = g.sum(1) - (g * error**2).sum(1) * (weight / e * e)  # of an infinite u NaN, as by autograd
+    return (g * weight[:, None] * (2 * error)).view_as(denoised).to(denoised.dtype), du.to(logvar.dtype)
+
+
+def uncertainty_loss_dsigma(
+    g: Tensor, denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float
+) -> Tensor:
+    """λ′ = 2σ/p − (σ² + σ_data²)·2σ·σ_data²/p² with p = (σ·σ_data)² (of ±∞ NaN, as by autograd)."""
+    g, denoised, s, u = (x.to(wide(x.dtype)) for x in (g, denoised, sigma, logvar))
+    square = (g * (denoised - images) ** 2).flatten(1).sum(1) / u.exp()
+    p = (s * sigma_data) ** 2
+    return (square / p * 2 * s - square * ((s**2 + sigma_data**2) / p / p) * 2 * s * sigma_data**2).to(sigma.dtype)
+
+
+def noise_scales(sigma: Tensor, sigma_data: float) -> tuple[Tensor, ...]:
+    """c_skip, c_out and c_in `[N, 1, 1, 1]`."""
+    return tuple(c[:, None, None, None] for c in reference.noise_scales(sigma, sigma_data))
 
 
 def mp_silu(x: Tensor, scale: float = 1.0) -> Tensor:

@@ -24,7 +24,10 @@ from kernels.weight import BLOCK, PreparedWeight, prepare_row, project_row, qkv_
 
 
 class RawWeight(NamedTuple):
-    """A raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]`, and how it is prepared: see `kernels.mp_weight`."""
+    """A raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]`, and how it is prepared: see `kernels.mp_weight`.
+
+    `padded`: with rows of zeros up to a multiple of 8, so that a kernel writes what it convolves as it is.
+    """
 
     weight: Tensor
     dtype: torch.dtype
@@ -32,6 +35,7 @@ class RawWeight(NamedTuple):
     heads: int = 0
     up: bool = False
     factors: Factors = NO_FACTORS
+    padded: bool = False
 
 
 class PreparedWeights:
@@ -81,8 +85,10 @@ class PreparedWeights:
 
 def _empty(group: Sequence[RawWeight]) -> PreparedWeight:
     first = group[0]
-    shape = (16 if first.up else first.weight[0, 0].numel(), sum(len(raw.weight) for raw in group), first.weight.shape[1])
-    value = first.weight.new_empty(shape, dtype=first.dtype, requires_grad=False)
+    rows = sum(len(raw.weight) for raw in group)
+    rows = -(-rows // 8) * 8 if first.padded else rows
+    shape = (16 if first.up else first.weight[0, 0].numel(), rows, first.weight.shape[1])
+    value = first.weight.new_zeros(shape, dtype=first.dtype, requires_grad=False)
     master = first.weight.new_zeros([1], requires_grad=False).expand(shape)
     return PreparedWeight(value, master.detach().requires_grad_())
 

@@ -91,14 +91,18 @@ def up_weight(w: Tensor) -> Tensor:
     return both.unflatten(1, (2, 2)).unflatten(0, (2, 2)).transpose(1, 2).flatten(0, 3)
 
 
-def linear(x: Tensor, w: Tensor) -> Tensor:
-    """`x @ w[0].T`: x `[..., Cin]`, w `[1, Cout, Cin]` → `[..., Cout]`."""
+def linear(x: Tensor, w: Tensor, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+    """`scale · x @ w[0].T + shift` in `dtype` (x's without one): x `[..., Cin]`, w `[1, Cout, Cin]` → `[..., Cout]`."""
     _check_channels("x", x, w)
-    return F.linear(x, w[0])
+    return (F.linear(x, w[0]) * scale + shift).to(dtype or x.dtype)
 
 
 def conv(x: Tensor, w: Tensor) -> Tensor:
-    """3×3 or 1×1 convolution, stride 1, zero padding: x `[N, H, W, Cin]`, w `[9 or 1, Cout, Cin]` → `[N, H, W, Cout]`."""
+    """3×3 or 1×1 convolution, stride 1, zero padding: x `[N, H, W, Cin]`, w `[9 or 1, Cout, Cin]` → `[N, H, W, Cout]`.
+
+    x may have more channels, of zeros: these have no weight.
+    """
+    x = x[..., : w.shape[2]]
     if w.shape[0] == 1 or x.numel() == 0:  # without pixels all taps are alike
         return linear(x, w[w.shape[0] // 2, None])
     _check_channels("x", x, w)
@@ -252,6 +256,45 @@ class _StraightClip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor, None]:
         return g, None
+
+
+def mp_fourier(x: Tensor, freqs: Tensor, phases: Tensor) -> Tensor:
+    """`√2·cos(freqs·x + phases)`, Eq. 75: x `[N]`, freqs and phases `[C]` → `[N, C]`."""
+    return (torch.outer(x, freqs) + phases).cos() * math.sqrt(2)
+
+
+def precondition_input(x: Tensor, sigma: Tensor, sigma_data: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x `[N, C, H, W]` at noise levels σ `[N]` → what the network takes: c_in·x in `dtype` `[N, H, W, channels]`, and c_noise `[N]`.
+
+    Eq. 7. After the C channels follow one of ones and zeros up to a multiple of 8.
+    """
+    *_, c_in = noise_scales(sigma, sigma_data)
+    y = F.pad((c_in[:, None, None, None] * x).permute(0, 2, 3, 1), (0, 1), value=1)
+    return F.pad(y, (0, input_channels(x.shape[1]) - y.shape[3])).to(dtype), sigma.log() / 4
+
+
+def precondition_output(f: Tensor, x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """`c_skip·x + c_out·f`, Eq. 5: f `[N, H, W, ≥ C]`, x `[N, C, H, W]`, σ `[N]` → `[N, C, H, W]` in x's type."""
+    c_skip, c_out, _ = (c[:, None, None, None] for c in noise_scales(sigma, sigma_data))
+    return c_skip * x + c_out * f[..., : x.shape[1]].permute(0, 3, 1, 2).to(x.dtype)
+
+
+def uncertainty_loss(denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float) -> Tensor:
+    """`λ(σ)/exp(u)·(denoised − images)² + u` for each element, Eq. 14 and 21: images `[N, …]`, σ and u = logvar `[N]`."""
+    sigma, logvar = (x.reshape(-1, *[1] * (images.ndim - 1)) for x in (sigma, logvar))
+    weight = (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2  # λ(σ)
+    return weight / logvar.exp() * (denoised - images) ** 2 + logvar
+
+
+def noise_scales(sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor, Tensor]:
+    """c_skip, c_out and c_in."""
+    total = sigma**2 + sigma_data**2
+    return sigma_data**2 / total, sigma * sigma_data / total.sqrt(), 1 / total.sqrt()
+
+
+def input_channels(channels: int) -> int:
+    """Of what the network takes, for images of `channels`."""
+    return (channels + 8) // 8 * 8
 
 
 def mp_silu(x: Tensor, scale: float = 1.0) -> Tensor:

@@ -21,12 +21,13 @@ BAD = [float("nan"), float("inf"), -float("inf")]
 
 @dataclass
 class Case:
-    """A call of the op: shapes of the inputs and keyword arguments. `scale` multiplies one input, by index."""
+    """A call of the op: shapes of the inputs and keyword arguments. `scale` multiplies one input, by index; others are `positive`."""
 
     op: str
     shapes: list[tuple[int, ...]]
     kwargs: dict = field(default_factory=dict)
     scale: dict[int, float] = field(default_factory=dict)
+    positive: tuple[int, ...] = ()
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
         """Fresh leaves. A prepared weight (the shapes of three axes) gets unit-norm rows."""
@@ -36,6 +37,8 @@ class Case:
             if x.ndim == 3:
                 x /= max(x.shape[0] * x.shape[2], 1) ** 0.5
             x *= self.scale.get(i, 1)
+            if i in self.positive:
+                x.abs_().add_(0.1)
         return [x.to(device, dtype).requires_grad_() for x in values]
 
     def run(self, module: ModuleType, inputs: list[Tensor], bad: tuple[int, int, float] | None = None) -> list[Tensor]:
@@ -53,7 +56,7 @@ class Case:
 
     def outputs(self, module: ModuleType, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         kwargs = self.kwargs
-        if self.op == "mp_weight":
+        if self.op in ("mp_weight", "precondition_input"):
             kwargs = {"dtype": inputs[0].dtype, **kwargs}
         y = getattr(module, self.op)(*inputs, **kwargs)
         return y if isinstance(y, tuple) else (y,)
@@ -115,13 +118,25 @@ CASES = {
     "mp_weight up factors": Case("mp_weight", [(5, 24, 3, 3)], {"up": True, "factors": Factors(3, 0.7, 1.3)}),
     "mp_weight small": Case("mp_weight", [(5, 8, 3, 3)], {}, {0: 1e-4}),
     "linear": Case("linear", [(5, 8), (1, 40, 8)]),
+    "linear scaled": Case("linear", [(3, 8), (1, 5, 8)], {"scale": 3.0, "shift": 1.0}),
+    "precondition_input": Case("precondition_input", [(3, 4, 5, 3), (3,)], {"sigma_data": 0.5}, positive=(1,)),
+    "precondition_input wide": Case("precondition_input", [(2, 9, 20, 16), (2,)], {"sigma_data": 0.7}, positive=(1,)),
+    "precondition_output": Case("precondition_output", [(3, 5, 3, 8), (3, 4, 5, 3), (3,)], {"sigma_data": 0.5}, positive=(2,)),
+    "precondition_output wide": Case("precondition_output", [(2, 20, 16, 9), (2, 9, 20, 16), (2,)], {"sigma_data": 0.7}, positive=(2,)),
+    "uncertainty_loss": Case("uncertainty_loss", [(3, 4, 5, 3), (3, 4, 5, 3), (3,), (3,)], {"sigma_data": 0.5}, positive=(2,)),
+    "uncertainty_loss long": Case(
+        "uncertainty_loss", [(2, 3, 37, 40), (2, 3, 37, 40), (2,), (2,)], {"sigma_data": 0.7}, {0: 0.1, 1: 0.1}, (2,)
+    ),
     "conv 3x3": Case("conv", [(2, 5, 3, 8), (9, 40, 8)]),
     "conv one channel": Case("conv", [(1, 5, 3, 1), (9, 1, 1)]),
+    "conv more channels": Case("conv", [(2, 4, 3, 16), (9, 8, 13)]),
     "conv 1x1": Case("conv", [(1, 3, 5, 40), (1, 8, 40)]),
     "conv_silu": Case("conv_silu", [(3, 5, 3, 8), (9, 40, 8), (3, 40)]),
     "conv_silu one image": Case("conv_silu", [(1, 1, 1, 8), (1, 8, 8), (1, 8)]),
     "conv_silu_up": Case("conv_silu_up", [(2, 5, 3, 16), (16, 24, 16), (2, 24)]),
     "conv_silu_up one image": Case("conv_silu_up", [(1, 1, 1, 8), (16, 8, 8), (1, 8)]),
+    "mp_fourier": Case("mp_fourier", [(3,), (40,), (40,)]),
+    "mp_fourier long": Case("mp_fourier", [(2,), (300,), (300,)], {}, {1: 6.0}),
     "mp_silu": Case("mp_silu", [(3, 5, 3, 8)]),
     "mp_silu vector": Case("mp_silu", [(3, 40)], {}, {0: 20}),
     "mp_sum": Case("mp_sum", [(3, 8), (3, 8)], {"t": 0.3, "clip": 0.5}),

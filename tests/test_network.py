@@ -220,7 +220,8 @@ def test_preconditioning_constants():
         at_one = net(torch.ones(1, 2, 8, 8), sigma).unique().item()
         assert at_zero == pytest.approx(c_out, rel=1e-6)
         assert at_one - at_zero == pytest.approx(c_skip, rel=1e-6, abs=1e-7)
-        assert seen["x"].unique().item() == pytest.approx(c_in, rel=1e-6)
+        assert seen["x"][..., :2].unique().item() == pytest.approx(c_in, rel=1e-6)
+        assert torch.equal(seen["x"][..., 2:], torch.eye(6)[0].expand(1, 8, 8, 6))  # a channel of ones, then zeros
         assert seen["c_noise"].item() == pytest.approx(c_noise, rel=1e-6)
 
 
@@ -369,6 +370,17 @@ def test_fourier_features():
     assert MPFourier(4096)(torch.tensor([0.3])).square().mean().item() == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_gradients_of_the_image_and_the_noise_level(batch):
+    """As methods of guidance take them from the denoiser."""
+    net = tiny_net().requires_grad_(False)
+    x = torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    sigma, labels = torch.linspace(0.3, 2, batch).requires_grad_(), torch.eye(5)[:3]
+    actual, expected = (torch.autograd.grad(model(x, sigma, labels).sin().sum(), (x, sigma)) for model in (net, Baseline(net)))
+    for a, b in zip(actual, expected):
+        assert relative_error(a, b) < GRADIENT
+
+
 def test_gradient_is_orthogonal_to_the_weight():
     net = tiny_net().train()
     edm2.EDM2Loss()(net, torch.randn(4, 2, 8, 8), torch.eye(5)[:4]).sum().backward()
@@ -385,7 +397,7 @@ def test_saved_bytes_are_those_of_activations():
     weights, counts = StepWeights(net), []
     for n in (1, 3):
         with weights.prepared(), saved_bytes(net) as saved:
-            edm2.denoising_loss(net, torch.zeros(n, 2, 8, 8), torch.ones(n), torch.zeros(n, 2, 8, 8), torch.eye(5)[:n])
+            edm2.denoising_loss(net, torch.zeros(n, 2, 8, 8), torch.ones(n), torch.zeros(n, 2, 8, 8), torch.eye(n, 5))
         counts.append(saved())
     assert counts[1] == 3 * counts[0] > 0
 

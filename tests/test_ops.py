@@ -109,6 +109,10 @@ SMALL = {
     "conv_silu": Case("conv_silu", [(2, 2, 3, 2), (9, 2, 2), (2, 2)]),
     "mp_weight up": Case("mp_weight", [(3, 2, 3, 3), ()], {"up": True, "factors": Factors(1, 0.5, 2.0)}),
     "conv_silu_up": Case("conv_silu_up", [(2, 2, 1, 2), (16, 2, 2), (2, 2)]),
+    "mp_fourier": Case("mp_fourier", [(2,), (3,), (3,)]),
+    "precondition_input": Case("precondition_input", [(2, 2, 1, 3), (2,)], {"sigma_data": 0.5}, positive=(1,)),
+    "precondition_output": Case("precondition_output", [(2, 1, 3, 4), (2, 2, 1, 3), (2,)], {"sigma_data": 0.5}, positive=(2,)),
+    "uncertainty_loss": Case("uncertainty_loss", [(2, 1, 2, 2), (2, 1, 2, 2), (2,), (2,)], {"sigma_data": 0.5}, positive=(2,)),
     "mp_silu": Case("mp_silu", [(2, 5)]),
     "cat_silu": Case("cat_silu", [(1, 2, 2, 2), (1, 2, 2, 3)], {"t": 0.4}),
     "pixel_norm_silu": Case("pixel_norm_silu", [(1, 2, 2, 3)]),
@@ -245,11 +249,13 @@ def test_partial_gradients(case):
     """Any single input may be the only one that needs a gradient: frozen weights, first layers."""
     for i in range(len(case.shapes)):
         inputs = [x if i == j else x.detach() for j, x in enumerate(case.inputs(torch.float64))]
-        grads = []
+        grads, reached = [], []
         for module in (kernels, reference):
-            outputs = [y for y in case.outputs(module, inputs) if y.requires_grad]
+            outputs = case.outputs(module, inputs)
+            reached.append([y.requires_grad for y in outputs])
+            outputs = [y for y in outputs if y.requires_grad]
             grads += torch.autograd.grad(outputs, inputs[i], [torch.ones_like(y) for y in outputs])
-        assert relative_error(*grads) < EXACT[torch.float64], f"input {i}"
+        assert reached[0] == reached[1] and relative_error(*grads) < EXACT[torch.float64], f"input {i}"
 
 
 @every_case
