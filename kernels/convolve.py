@@ -78,12 +78,6 @@ def convolve(
     if by_library and up == "output":  # of what follows, nothing up-samples
         height, width, up = 2 * height, 2 * width, None
     double = 2 if up == "output" else 1
-    tile = tile or conv_tiles.conv(capability(x), n * height * width * double**2, channels, five_loads=up == "gradient")
-    bi, bh, bw = tile.box(height, width, whole=up == "output")
-    tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
-    tiles = triton.cdiv(n, bi) * tiles_image
-    factors, form = (scale, scale_aux), dict(EPILOGUE=epilogue, UP=up, BI=bi, BH=bh, BW=bw)
-    sizes = (n, height, width, 0 if m is None else m.stride(0))
 
     def result(channels: int, aux: Tensor | None, act: Tensor | None, with_extra: bool = False) -> _Result:
         y = x.new_empty(n, height * double, width * double, channels)
@@ -91,26 +85,25 @@ def convolve(
 
     first = result(channels - (rest.channels if rest else 0), aux, act, with_extra)
     second = result(*rest[:3]) if rest else None
-    sums = None
-    if epilogue == "silu_grad":
-        sums = m.new_empty(n, max(4 // bi, 1) * tiles_image, channels, dtype=torch.float32)
+    with_dm = epilogue == "silu_grad"
+    if 0 in (n, height, width):
+        return first.y, torch.zeros_like(m) if with_dm else second.y if rest else first.extra
+    tile = tile or conv_tiles.conv(capability(x), n * height * width * double**2, channels, five_loads=up == "gradient")
+    bi, bh, bw = tile.box(height, width, whole=up == "output")
+    tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
+    tiles = triton.cdiv(n, bi) * tiles_image
+    sums = m.new_empty(n, max(4 // bi, 1) * tiles_image, channels, dtype=torch.float32) if with_dm else None
+    form = dict(EPILOGUE=epilogue, UP=up, BI=bi, BH=bh, BW=bw)
+    sizes = (n, height, width, 0 if m is None else m.stride(0))
+    scales = (scale, scale_aux, scale_act, rest.scale_act if rest else 1.0)
+    if by_library and epilogue == "sum" and aux is None and clip is None and not with_extra:
+        us = (u if scale == 1 else u.mul_(scale)).split([x.y.shape[3] for x in (first, second) if x], dim=3)
+        return us[0].contiguous(), us[1].contiguous() if rest else None
     if by_library:
-        parts = [x for x in (first, second) if x]
-        if epilogue == "sum" and aux is None and clip is None and not with_extra:
-            us = (u if scale == 1 else u.mul_(scale)).split([x.y.shape[3] for x in parts], dim=3)
-            return us[0].contiguous(), us[1].contiguous() if rest else None
-        us = u.split([x.y.shape[3] for x in parts], dim=3)
-        block = tile.channels[0]
-        for part, u, scale_part, clip_part in zip(parts, us, (scale_act, rest and rest.scale_act), (clip, None)):
-            channels = u.shape[3]
-            launch(
-                epilogue_kernel, (tiles * triton.cdiv(channels, block),), u.contiguous(), *part, m, sums, *sizes, *factors, scale_part,
-                C=channels, CLIP=clip_part, BN=block, **form, num_warps=tile.warps,
-            )  # fmt: skip
+        _launch_epilogue(u, first, second, m, sums, sizes, scales, clip, form, tile, tiles)
     else:
-        scales = (*factors, scale_act, rest.scale_act if rest else 1.0)
         _launch_kernel(x, w, transposed, sources, first, second, m, sums, sizes, scales, clip, form, tile, tiles * double**2)
-    if sums is None:
+    if not with_dm:
         return first.y, second.y if rest else first.extra
     dm = m.new_empty(m.shape)
     (sum_parts if later is None else later.add)(sums, dm)
@@ -131,6 +124,25 @@ def _library(x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source]) 
     for source in sources:
         u += library.convolution(source.x, source.w)
     return u
+
+
+def _launch_epilogue(
+    u: Tensor, first: _Result, second: _Result | None, m: Tensor | None, sums: Tensor | None,
+    sizes: tuple[int, ...], scales: tuple[float, ...], clip: float | None, form: dict[str, Any], tile: ConvTile, tiles: int,
+) -> None:  # fmt: skip
+    """What follows the library's convolution, on `tiles` of pixels."""
+    scale, scale_aux, *scales_act = scales
+    block, start = tile.channels[0], 0
+    for part, scale_act, clip_part in zip((first, second), scales_act, (clip, None)):
+        if part is None:
+            continue
+        channels = part.y.shape[3]
+        own = u.narrow(3, start, channels).contiguous()
+        launch(
+            epilogue_kernel, (tiles * triton.cdiv(channels, block),), own, *part, m, sums, *sizes, scale, scale_aux, scale_act,
+            C=channels, CLIP=clip_part, BN=block, **form, num_warps=tile.warps,
+        )  # fmt: skip
+        start += channels
 
 
 def _launch_kernel(
