@@ -129,7 +129,7 @@ CASES = {
     ),
     "conv 3x3": Case("conv", [(2, 5, 3, 8), (9, 40, 8)]),
     "conv one channel": Case("conv", [(1, 5, 3, 1), (9, 1, 1)]),
-    "conv more channels": Case("conv", [(2, 4, 3, 16), (9, 8, 13)]),
+    "conv more channels": Case("conv", [(2, 4, 3, 24), (9, 8, 13)]),
     "conv 1x1": Case("conv", [(1, 3, 5, 40), (1, 8, 40)]),
     "conv_silu": Case("conv_silu", [(3, 5, 3, 8), (9, 40, 8), (3, 40)]),
     "conv_silu one image": Case("conv_silu", [(1, 1, 1, 8), (1, 8, 8), (1, 8)]),

@@ -234,9 +234,38 @@ def test_fork(readers):
 def test_linear(dtype):
     """A weight's gradient is fp32."""
     n, k, m, b = 7, 24, 40, BYTES[dtype]
-    forward, backward = both_ways(kernels.linear, [(n, k), (1, m, k)], dtype)
+    forward, backward = both_ways(kernels.linear, [(n, k), (1, m, k)], dtype, 2.0, 1.0)
     assert forward == [("matmul", b * (n * k + m * k + n * m))]
     assert sorted(backward) == sorted([("matmul", b * (n * m + m * k + n * k)), ("matmul", b * (n * m + n * k) + 4 * m * k)])
+
+
+def test_preconditioning_and_loss():
+    """Images in fp32 outside of the network, in fp16 with 8 channels inside; some numbers for each image."""
+    channels, image, inside = 4, (N, 4, H, W), (N, H, W, 8)
+    with FakeTensorMode():
+        x, y, sigma, u, freqs = (torch.empty(shape) for shape in (image, image, N, N, C))
+        f = torch.empty(inside, dtype=HALF, requires_grad=True)
+        d, logvar = (torch.empty(shape, requires_grad=True) for shape in (image, N))
+        outputs = []
+        calls = {
+            "mp_fourier": lambda: kernels.mp_fourier(sigma, freqs, freqs),
+            "precondition_input": lambda: kernels.precondition_input(x, sigma, 0.5, HALF),
+            "precondition_output": lambda: outputs.append(kernels.precondition_output(f, x, sigma, 0.5)),
+            "precondition_output_backward": lambda: torch.autograd.grad(outputs[-1], f, x),
+            "uncertainty_loss": lambda: outputs.append(kernels.uncertainty_loss(d, y, sigma, logvar, 0.5)),
+            "uncertainty_loss_backward": lambda: outputs[-1].sum().backward(),
+        }
+        images = 4 * channels * P
+        expected = {
+            "mp_fourier": 4 * (N + C + N * C),  # x, frequencies (phases are the same tensor) → features
+            "precondition_input": images + 2 * 8 * P + 4 * 2 * N,  # x, σ → x′, c_noise
+            "precondition_output": 2 * images + 2 * 8 * P + 4 * N,  # F, x, σ → D
+            "precondition_output_backward": images + 2 * 8 * P + 4 * N,  # g, σ → dF
+            "uncertainty_loss": 3 * images + 4 * 2 * N,  # D, y, σ, u → loss
+            "uncertainty_loss_backward": 3 * images + 4 * (1 + 3 * N),  # one g for all, D, y, σ, u → dD, du
+        }
+        for name, call in calls.items():
+            assert launched(call) == [(name, expected[name])]
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
