@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from edm2.network import Block, MPConv, Precond, UNet, normalized_weights
+from edm2.network import Block, MPConv, MPFourier, Precond, UNet, normalized_weights
 from edm2.phema import power_function_beta
 
 
@@ -20,6 +20,10 @@ def normalize(x: Tensor, dim: Sequence[int], eps: float = 1e-4) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32)
     norm = eps + norm * math.sqrt(norm.numel() / x.numel())
     return x / norm.to(x.dtype)
+
+
+def mp_fourier(x: Tensor, layer: MPFourier) -> Tensor:
+    return (torch.outer(x, layer.freqs) + layer.phases).cos() * math.sqrt(2)
 
 
 def mp_silu(x: Tensor) -> Tensor:
@@ -76,10 +80,10 @@ class Baseline(nn.Module):
         D_x = c_skip * x + c_out * self.unet(net.unet, x_in, c_noise, labels).float()
         if not return_logvar:
             return D_x
-        return D_x, self.conv(net.logvar_fourier(c_noise), net.logvar_linear).reshape(-1, 1, 1, 1)
+        return D_x, self.conv(mp_fourier(c_noise, net.logvar_fourier), net.logvar_linear).reshape(-1, 1, 1, 1)
 
     def unet(self, unet: UNet, x: Tensor, c_noise: Tensor, labels: Tensor | None) -> Tensor:
-        emb = self.conv(unet.emb_fourier(c_noise), unet.emb_noise)
+        emb = self.conv(mp_fourier(c_noise, unet.emb_fourier), unet.emb_noise)
         if unet.emb_label is not None:
             emb = mp_sum(emb, self.conv(labels * math.sqrt(labels.shape[1]), unet.emb_label), unet.label_balance)
         emb = mp_silu(emb)

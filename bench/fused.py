@@ -24,8 +24,8 @@ from bench.models import compile_for, compile_name
 from bench.ops import backward_of
 from kernels import reference
 from kernels.convolve import convolve
-from kernels.eager import sum_scales
 from kernels.jit import Launch, serves
+from kernels.reference import NO_FACTORS, joined_factors, sum_scales
 from kernels.tracing import OnGPU
 from kernels.weight import PreparedWeight
 
@@ -156,7 +156,7 @@ FUSIONS = {
     "conv1x1_sum": Fusion("x w residual", lambda site, x, w, r: kernels.conv_sum(x, w, r, T, site.clip), _plain_sum),
     "conv_cat_sum": Fusion(
         "x w a b w_skip",
-        lambda site, x, w, a, b, w_skip: kernels.conv_cat_sum(x, w, a, b, w_skip, CAT_T, T, site.clip),
+        lambda site, x, w, a, b, w_skip: kernels.conv_cat_sum(x, w, a, b, w_skip, site.clip),
         _plain_cat_sum,
     ),
     "silu_grad": Fusion(
@@ -195,7 +195,7 @@ FUSIONS = {
     ),
     "residual_branch_cat": Fusion(
         "a b w0 m w1 w_skip",
-        lambda site, a, b, w0, m, w1, w_skip: kernels.residual_branch_cat(a, b, w0, m, w1, w_skip, CAT_T, T, site.clip),
+        lambda site, a, b, w0, m, w1, w_skip: kernels.residual_branch_cat(a, b, w0, m, w1, w_skip, CAT_T, site.clip),
         _plain_branch_cat,
         BOTH,
     ),
@@ -275,7 +275,8 @@ def fused_case(op: str, way: str, site: Site, needs_gpu: bool = True) -> Case:
 
         given = [randn(site.shape(name)) for name in names]
         values = [x / (x.shape[0] * x.shape[2]) ** 0.5 if name[0] == "w" else x for name, x in zip(names, given)]
-        own = [_own_input(name, _up(x) if site.up and name in ("w", "w0") else x, differentiable) for name, x in zip(names, values)]
+        sources = [_prepared(site, names, *pair) for pair in zip(names, values)]
+        own = [_own_input(name, x, differentiable) for name, x in zip(names, sources)]
         plain = [_plain_input(*pair).detach().requires_grad_(differentiable) for pair in zip(names, values)]
         compiled = compile_for(device, fusion.plain)
         runs = {"eager": (fusion.plain, plain), compile_name(device): (compiled, plain), "edm2": (fusion.own, own)}
@@ -285,7 +286,7 @@ def fused_case(op: str, way: str, site: Site, needs_gpu: bool = True) -> Case:
         if way == "backward":
             g = randn(site.shape("residual"))
             backwards = {name: _backward(run, names, runs[name][1], g, name == "edm2") for name, run in candidates.items()}
-            return {name: _without_w0(run, names) for name, run in backwards.items()} if site.up else backwards
+            return {name: _comparable(site, run, names) for name, run in backwards.items()}
         if fusion.in_table and site.saves and serves(values[0]):
             candidates[LIBRARY] = by_library(candidates["edm2"])
         return candidates
@@ -310,13 +311,21 @@ def parts(way: str, site: Site, branch: bool) -> list[str]:
     return [conv_name(each, site.n, site.res, *conv) for conv in within for each in ways]
 
 
-def _up(w: Tensor) -> Tensor:
-    return reference.up_weight(w.float()).to(w.dtype)
+def _prepared(site: Site, names: list[str], name: str, x: Tensor) -> Tensor:
+    """A tensor as an op wants it: a weight with what is folded into it."""
+    if site.up and name in ("w", "w0"):
+        return reference.up_weight(x.float()).to(x.dtype)
+    if "w_skip" in names:
+        last, skip = joined_factors(*site.sources, CAT_T, T)
+        factors = {"w": last, "w1": last, "w_skip": skip}.get(name, NO_FACTORS)
+        return x if factors == NO_FACTORS else (x * factors.columns(x[0])).to(x.dtype)
+    return x
 
 
-def _without_w0(run: Callable[[], list[Tensor]], names: list[str]) -> Callable[[], list[Tensor]]:
-    """The gradient of sums of taps compares with none."""
-    return lambda: [dx for name, dx in zip(names, run()) if name != "w0"]
+def _comparable(site: Site, run: Callable[[], list[Tensor]], names: list[str]) -> Callable[[], list[Tensor]]:
+    """The gradients of sums of taps, and of weights with factors in them, compare with none."""
+    folded = ("w0",) * site.up + ("w1", "w_skip") * ("w_skip" in names)
+    return lambda: [dx for name, dx in zip(names, run()) if name not in folded]
 
 
 def _own_input(name: str, x: Tensor, differentiable: bool) -> Tensor | PreparedWeight:

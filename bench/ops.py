@@ -153,7 +153,7 @@ def _call(op: str, x: Tensor, *rest: Any) -> Call | None:
     if op == "residual_branch_norm":  # of a block, what is apart from its convolutions
         return Call("down_" * rest[7] + "pixel_norm_silu", (shape,), (), x.dtype)
     if op == "residual_branch_cat":
-        return Call("cat_silu", (shape, tuple(rest[0].shape)), rest[8:9], x.dtype)
+        return Call("cat_silu", (shape, tuple(rest[0].shape)), rest[10:11], x.dtype)  # in training with dropout
     if op in ("residual_branch_silu", "residual_branch_up"):
         return Call("mp_silu", (shape,), (), x.dtype)
     if op == "attention_branch":

@@ -1,7 +1,8 @@
 """The convolutions of a training step as it calls them: what there is to tune.
 
-A step is traced on fake tensors for its calls of `convolve` and `weight_gradient`. Calls that share a row of the table of
+A step is traced on fake tensors for its calls of `convolve` and `joint_gradients`. Calls that share a row of the table of
 tiles are one problem: a tile makes each of them once, with the epilogues, strides and sources that they have in the network.
+Weight gradients that share a launch are one call, whose row is the first one's.
 """
 
 import math
@@ -10,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from itertools import product
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bench.candidates import Tile, candidates
 from bench.convs import WAYS
@@ -26,19 +28,20 @@ from kernels import conv_tiles
 from kernels.conv_tiles import Row
 from kernels.convolve import convolve
 from kernels.jit import Launch, recording
-from kernels.wgrad import weight_gradient
+from kernels.wgrad import joint_gradients
 
-FUNCTIONS: dict[str, Callable] = {"convolve": convolve, "weight_gradient": weight_gradient}
+FUNCTIONS: dict[str, Callable] = {"convolve": convolve, "joint_gradients": joint_gradients}
 LEFT_OUT = {"later", "sums", "training"}  # sums run at once, and kernels compute
 KINDS = {16: "conv3x3-up", 9: "conv3x3", 1: "conv1x1"}  # by taps
 
 
 class Memory(NamedTuple):
-    """What stands for a tensor."""
+    """What stands for a tensor, the same one of a call wherever its number is the same."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    number: int
 
     def tensor(self, device: torch.device) -> Tensor:
         """Random; a weight, which has three axes, with rows of about unit norm."""
@@ -50,7 +53,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """Of `convolve` or `weight_gradient`: the row that it looks up, and its arguments with Memory in place of tensors."""
+    """Of one of FUNCTIONS: the row that it looks up, and its arguments with Memory in place of tensors."""
 
     function: str
     arguments: tuple[tuple[str, Any], ...]
@@ -60,7 +63,8 @@ class Call:
 
     def on(self, device: torch.device) -> Callable[[Tile], Any]:
         """The call as a function of the tile."""
-        given = tree_map_only(Memory, lambda x: x.tensor(device), dict(self.arguments), is_leaf=lambda x: isinstance(x, Memory))
+        tensor = cache(lambda x: x.tensor(device))
+        given = tree_map_only(Memory, tensor, dict(self.arguments), is_leaf=lambda x: isinstance(x, Memory))
         return lambda tile: FUNCTIONS[self.function](**given, tile=tile)
 
 
@@ -115,10 +119,12 @@ def calls_of(preset: str, batch: int, capability: int) -> Counter[Call]:
                 result = function(*args, **kwargs)
             given = signature(function).bind(*args, **kwargs).arguments
             given = {key: _frozen(x) for key, x in given.items() if key not in LEFT_OUT}
-            given = tree_map_only(Tensor, lambda x: Memory(tuple(x.shape), x.stride(), x.dtype), given)
+            tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+            numbers = {id(x): number for number, x in enumerate(tensors)}
+            given = tree_map_only(Tensor, lambda x: Memory(tuple(x.shape), x.stride(), x.dtype, numbers[id(x)]), given)
             row = conv_tiles.row(*asked.call_args.args)
             flops = sum(launch.flops for launch in launches)
-            calls[Call(name, tuple(sorted(given.items())), row, given["x"].shape[0], flops)] += 1
+            calls[Call(name, tuple(sorted(given.items())), row, tensors[0].shape[0], flops)] += 1
             return result
 
         return run

@@ -18,6 +18,7 @@ from edm2.weights import StepWeights
 from kernels import reference
 from kernels.eager import up_weight_backward
 from kernels.jit import Launch
+from kernels.reference import NO_FACTORS
 from kernels.tracing import OnGPU
 from kernels.weight import PreparedWeight
 
@@ -36,12 +37,13 @@ def weights_case(preset: str, backward: bool, needs_gpu: bool = True) -> Case:
     def build(device: torch.device) -> Candidates:
         net = make_network(preset, device)
         plain, layers = Baseline(net, fast=True), layers_of(net)
+        scales = [_scale(layer) for layer in layers]
 
         def prepare() -> list[Tensor]:
-            return [plain.weight(module, 1 if gain is None else gain, dtype) for module, gain, dtype in layers]
+            return [plain.weight(layer.module, scale, layer.dtype) for layer, scale in zip(layers, scales)]
 
         def exact() -> list[Tensor]:
-            return [reference.mp_weight(module.weight, gain, torch.float32, module.heads, module.up) for module, gain, _ in layers]
+            return [reference.mp_weight(m.weight, gain, torch.float32, m.heads, m.up, m.factors) for m, gain, _ in layers]
 
         compiled = compile_for(device, prepare)
         if not backward:
@@ -67,6 +69,14 @@ def layers_of(net: edm2.Precond) -> list[Layer]:
     compute = net.compute_dtype(net.unet.out_gain.device)
     modules = [module for module in net.modules() if isinstance(module, MPConv)]
     return [Layer(m, gains.get(m), compute if m.weight.ndim == 4 else torch.float32) for m in modules]
+
+
+def _scale(layer: Layer) -> Tensor | float:
+    """What multiplies a plain weight: a gain, or else constant factors."""
+    factors, w = layer.module.factors, layer.module.weight
+    if layer.gain is not None or factors == NO_FACTORS:
+        return 1 if layer.gain is None else layer.gain
+    return factors.columns(w.detach())[:, None, None] if factors.split else factors.right
 
 
 def _parameters(layers: list[Layer]) -> list[Tensor]:

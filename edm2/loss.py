@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+import kernels as ops
+from edm2.network import Precond
+from kernels import reference
+
 
 def denoising_loss(
     net: nn.Module,
@@ -14,12 +18,14 @@ def denoising_loss(
 ) -> Tensor:
     """Per-element loss `[N, C, H, W]` for given draws: `λ(σ) / exp(u(σ)) · (D(y + n; σ) − y)² + u(σ)`.
 
-    images y and noise n (already scaled by σ): `[N, C, H, W]`; sigma: `[N]` or `[N, 1, 1, 1]`.
+    images y and noise n (already scaled by σ): `[N, C, H, W]`; sigma: `[N]` or `[N, 1, 1, 1]`. `net` is
+    called as a `Precond` is; of another network the loss is in plain PyTorch.
     """
-    sigma = sigma.reshape(-1, 1, 1, 1)
-    weight = (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2  # λ(σ)
-    denoised, logvar = net(images + noise, sigma, labels, return_logvar=True)
-    return weight / logvar.exp() * (denoised - images) ** 2 + logvar
+    denoised, logvar = net(images + noise, sigma.reshape(-1, 1, 1, 1), labels, return_logvar=True)
+    if not isinstance(net, Precond):
+        return reference.uncertainty_loss(denoised, images, sigma, logvar, sigma_data)
+    sigma, images = sigma.to(denoised).reshape(-1).expand(len(denoised)), images.to(denoised).contiguous()
+    return ops.uncertainty_loss(denoised, images, sigma, logvar.flatten(), sigma_data)
 
 
 class EDM2Loss:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels as ops
-from kernels.reference import EPS
+from kernels.reference import EPS, NO_FACTORS, Branch, Factors, cat_scales, joined_factors
 
 if TYPE_CHECKING:
     from kernels.weight import PreparedWeight
@@ -29,27 +29,36 @@ class MPFourier(nn.Module):
         self.register_buffer("phases", 2 * math.pi * torch.rand(num_channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.outer(x.float(), self.freqs.float()) + self.phases.float()
-        return y.cos() * math.sqrt(2)
+        return ops.mp_fourier(x.float().contiguous(), self.freqs.float(), self.phases.float())
 
 
 class MPConv(nn.Module):
     """Weight-normalised convolution or (with `kernel=()`) linear layer without bias, Eq. 47 and 66.
 
     The raw weight `[out, in, *kernel]` is fp32. `forward` never writes to it: see `force_weight_norm_`. `heads` orders
-    the rows of a qkv weight; `up`: it convolves behind an up-sampling that its op does. `prepared` is the weight as the
-    ops want it, where `edm2.weights` has made it beforehand.
+    the rows of a qkv weight; `up`: it convolves behind an up-sampling that its op does; `factors` scale what it gives its op.
+    `prepared` is the weight as the ops want it, where `edm2.weights` has made it beforehand.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: Sequence[int] = (), heads: int = 0, up: bool = False):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: Sequence[int] = (),
+        heads: int = 0,
+        up: bool = False,
+        factors: Factors = NO_FACTORS,
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(out_channels, in_channels, *kernel))
-        self.heads, self.up = heads, up
+        self.heads, self.up, self.factors = heads, up, factors
         self.prepared = None
 
     def prepare(self, dtype: torch.dtype, gain: Tensor | None = None) -> "Tensor | PreparedWeight":
         """The weight as the ops want it, `[taps, out, in]`: see `kernels.mp_weight`."""
-        return ops.mp_weight(self.weight, gain, dtype, self.heads, self.up) if self.prepared is None else self.prepared
+        if self.prepared is not None:
+            return self.prepared
+        return ops.mp_weight(self.weight, gain, dtype, self.heads, self.up, self.factors)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         op = ops.conv if self.weight.ndim == 4 else ops.linear
@@ -83,9 +92,10 @@ def normalized_weights(net: nn.Module) -> list[nn.Parameter]:
 class Block(nn.Module):
     """Residual block of the encoder or the decoder, optionally resampling first or attending last (Fig. 21).
 
-    An encoder block projects and pixel-normalises its main path on entry. A decoder block called with a `skip`
-    joins it to its input by MP-Cat (`in_channels` counts both) and projects on the way out. The gradient of its output
-    passes the clip: a decoder block stops it at its input, others by `kernels.fork`.
+    An encoder block projects and pixel-normalises its main path on entry. A decoder block with a skip of
+    `skip_channels` joins it to its input by MP-Cat (`in_channels` counts both) and projects on the way out: the factors of
+    MP-Cat and MP-Sum are in its weights. The gradient of its output passes the clip: whoever reads that stops it, a block at
+    its input, others by `kernels.fork`.
     """
 
     def __init__(
@@ -103,20 +113,28 @@ class Block(nn.Module):
         attn_balance: float = 0.3,
         concat_balance: float = 0.5,
         clip_act: float | None = 256.0,
+        skip_channels: int = 0,
     ):
         super().__init__()
         self.heads = out_channels // channels_per_head if attention else 0
         if attention and (self.heads == 0 or out_channels % self.heads):
             raise ValueError(f"{out_channels} channels cannot attend in heads of {channels_per_head} or a little more")
+        if skip_channels and (flavor == "enc" or in_channels == out_channels or resample_mode != "keep"):
+            raise ValueError(f"skip_channels {skip_channels}: only a block of the decoder that projects, and keeps its size, takes a skip")
         self.flavor, self.resample_mode, self.resample_filter = flavor, resample_mode, tuple(resample_filter)
+        self.skip_channels = skip_channels
         self.dropout, self.clip_act = dropout, clip_act
         self.res_balance, self.attn_balance, self.concat_balance = res_balance, attn_balance, concat_balance
         self.emb_gain = nn.Parameter(torch.zeros([]))
+        factors1 = factors_skip = NO_FACTORS
+        if skip_channels:
+            factors1, factors_skip = joined_factors(in_channels - skip_channels, skip_channels, concat_balance, res_balance)
         doubles = flavor == "dec" and resample_mode == "up" and self.resample_filter == (1, 1) and in_channels == out_channels
         self.conv_res0 = MPConv(out_channels if flavor == "enc" else in_channels, out_channels, (3, 3), up=doubles)
         self.emb_linear = MPConv(emb_channels, out_channels)
-        self.conv_res1 = MPConv(out_channels, out_channels, (3, 3))
-        self.conv_skip = MPConv(in_channels, out_channels, (1, 1)) if in_channels != out_channels else None
+        self.conv_res1 = MPConv(out_channels, out_channels, (3, 3), factors=factors1)
+        projects = in_channels != out_channels
+        self.conv_skip = MPConv(in_channels, out_channels, (1, 1), factors=factors_skip) if projects else None
         self.attn_qkv = MPConv(out_channels, out_channels * 3, (1, 1), heads=self.heads) if attention else None
         self.attn_proj = MPConv(out_channels, out_channels, (1, 1)) if attention else None
 
@@ -124,30 +142,79 @@ class Block(nn.Module):
         """What scales each channel of each image: fp32 emb `[N, Cemb]` → `[N, Cout]`. `UNet` makes all blocks' at once."""
         return self.emb_linear(emb, gain=self.emb_gain) + 1
 
-    def forward(self, x: Tensor, m: Tensor, skip: Tensor | None = None) -> Tensor:
-        """x `[N, H, W, Cin − Cskip]`, modulation m `[N, Cout]`, skip `[N, H, W, Cskip]` → `[N, H', W', Cout]`."""
-        dropout = self.dropout if self.training else 0.0
-        filters = self.resample_mode == "up" and self.resample_filter != (1, 1)
-        projects = self.flavor == "dec" and skip is None and self.conv_skip is not None
-        branch = self._branch_by_parts if dropout or filters or projects else self._branch
-        x = branch(x, m, skip, None if self.heads else self.clip_act)
-        return self._attend(x) if self.heads else x
+    @property
+    def reads_activated(self) -> tuple[float | None, ...]:
+        """Of a decoder block: MP-SiLU of these times x and its skip, if it has one, are what it reads as `activated`."""
+        if self._goes_by_parts or self.resample_mode == "up" and not self.conv_res0.up:
+            return None, None
+        channels = self.conv_res0.weight.shape[1] - self.skip_channels, self.skip_channels
+        return cat_scales(*channels, self.concat_balance) if self.skip_channels else (1.0, None)
 
-    def _branch(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
+    @property
+    def _goes_by_parts(self) -> bool:
+        filters = self.resample_mode == "up" and self.resample_filter != (1, 1)
+        projects = self.flavor == "dec" and not self.skip_channels and self.conv_skip is not None
+        return filters or projects or (self.training and self.dropout > 0)
+
+    def forward(
+        self,
+        x: Tensor,
+        m: Tensor,
+        skip: Tensor | None = None,
+        activated: Sequence[Tensor | None] = (None, None),
+        activate: float | None = None,
+        forks: bool = False,
+        clip_x: float | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """x `[N, H, W, Cin − Cskip]`, modulation m `[N, Cout]`, skip `[N, H, W, Cskip]` → y `[N, H', W', Cout]`.
+
+        With `activate` also MP-SiLU(activate·y), which the block that reads y takes in `activated`, beside the skip's. An
+        encoder block that `forks` also returns x, for the decoder: `kernels.fork(x, clip_x)`.
+        """
+        if forks:
+            return self._encode(x, m, activate, clip_x)
+        given = 0 if skip is None else skip.shape[3]
+        if given != self.skip_channels:
+            raise ValueError(f"skip: expected {self.skip_channels} channels, got {given}")
+        branch = self._branch_by_parts if self._goes_by_parts else self._branch
+        clip, then = (None, None) if self.heads else (self.clip_act, activate)
+        y = branch(x, m, skip, activated, clip, then)
+        return self._attend(y, activate) if self.heads else y
+
+    def _encode(self, x: Tensor, m: Tensor, activate: float | None, clip_x: float | None) -> tuple[Tensor, ...]:
+        if self.conv_skip is not None or (self.training and self.dropout) or not (self._halves or self.resample_mode == "keep"):
+            x, other = ops.fork(x, clip_x)
+            y = self.forward(x, m, activate=activate)
+            return (y, other) if activate is None else (*y, other)
+        w0, w1 = self.conv_res0.prepare(x.dtype), self.conv_res1.prepare(x.dtype)
+        clip, then = (None, None) if self.heads else (self.clip_act, activate)
+        *y, other = ops.residual_branch_norm_fork(x, w0, m, w1, self.res_balance, clip, self._halves, clip_x, then)
+        if not self.heads:
+            return *y, other
+        y = self._attend(*y, activate)
+        return (y, other) if activate is None else (*y, other)
+
+    def _branch(
+        self, x: Tensor, m: Tensor, skip: Tensor | None, activated: Sequence[Tensor | None], clip: float | None, activate: float | None
+    ) -> Branch:
         """MP-Sum of the main path and the residual branch, then clip."""
         w0, w1 = self.conv_res0.prepare(x.dtype), self.conv_res1.prepare(x.dtype)
-        balances = self.concat_balance, self.res_balance
         if skip is not None:
-            return ops.residual_branch_cat(x, skip, w0, m, w1, self.conv_skip.prepare(x.dtype), *balances, clip, self.clip_act)
+            w_skip = self.conv_skip.prepare(x.dtype)
+            constants = self.concat_balance, clip, self.clip_act
+            return ops.residual_branch_cat(x, skip, w0, m, w1, w_skip, *constants, *activated, activate)
         if self.conv_res0.up:
-            return ops.residual_branch_up(x, w0, m, w1, self.res_balance, clip, self.clip_act)
+            return ops.residual_branch_up(x, w0, m, w1, self.res_balance, clip, self.clip_act, activated[0], activate)
         if self.flavor == "dec":
             x = ops.resample(x, self.resample_filter, self.resample_mode)
-            return ops.residual_branch_silu(x, w0, m, w1, self.res_balance, clip, self.clip_act)
+            s = activated[0] if self.resample_mode == "keep" else None
+            return ops.residual_branch_silu(x, w0, m, w1, self.res_balance, clip, self.clip_act, s, activate)
         main = x if self._halves else self._main_path(x)
-        return ops.residual_branch_norm(main, w0, m, w1, self.res_balance, clip, self._halves)
+        return ops.residual_branch_norm(main, w0, m, w1, self.res_balance, clip, self._halves, activate)
 
-    def _branch_by_parts(self, x: Tensor, m: Tensor, skip: Tensor | None, clip: float | None) -> Tensor:
+    def _branch_by_parts(
+        self, x: Tensor, m: Tensor, skip: Tensor | None, _: Sequence[Tensor | None], clip: float | None, activate: float | None
+    ) -> Branch:
         """The same with dropout between the branch's convolutions, and for main paths of the decoder that no op takes."""
         if self.flavor == "dec":
             (x,) = ops.fork(x, self.clip_act, 1)
@@ -162,9 +229,10 @@ class Block(nn.Module):
         y = F.dropout(y, self.dropout, self.training)
         w = self.conv_res1.prepare(y.dtype)
         if skip is None:
-            return ops.conv_sum(y, w, main, self.res_balance, clip)
-        w_skip = self.conv_skip.prepare(y.dtype)
-        return ops.conv_cat_sum(y, w, main, skip, w_skip, self.concat_balance, self.res_balance, clip)
+            y = ops.conv_sum(y, w, main, self.res_balance, clip)
+        else:
+            y = ops.conv_cat_sum(y, w, main, skip, self.conv_skip.prepare(y.dtype), clip)
+        return y if activate is None else (y, ops.mp_silu(y.detach(), activate))
 
     @property
     def _halves(self) -> bool:
@@ -176,9 +244,9 @@ class Block(nn.Module):
         x = ops.resample(x, self.resample_filter, self.resample_mode)
         return x if self.conv_skip is None else self.conv_skip(x)
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, activate: float | None) -> Branch:
         w_qkv, w_proj = self.attn_qkv.prepare(x.dtype), self.attn_proj.prepare(x.dtype)
-        return ops.attention_branch(x, w_qkv, w_proj, self.heads, self.attn_balance, self.clip_act)
+        return ops.attention_branch(x, w_qkv, w_proj, self.heads, self.attn_balance, self.clip_act, activate)
 
 
 class UNet(nn.Module):
@@ -242,25 +310,40 @@ class UNet(nn.Module):
             else:
                 self.dec[f"{res}x{res}_up"] = block(current, current, resample_mode="up")
             for i in range(num_blocks + 1):
-                self.dec[f"{res}x{res}_block{i}"] = block(current + skips.pop(), width, attention=attend[level])
+                skip = skips.pop()
+                self.dec[f"{res}x{res}_block{i}"] = block(current + skip, width, attention=attend[level], skip_channels=skip)
                 current = width
         self.out_conv = MPConv(current, img_channels, (3, 3))
         self.prepared_modulation = None  # all blocks' emb_linear as one weight, like `MPConv.prepared`
 
     def forward(self, x: Tensor, c_noise: Tensor, labels: Tensor | None = None) -> Tensor:
-        """x `[N, H, W, C]` in the compute dtype, c_noise `[N]`, labels `[N, label_dim]` or None → `[N, H, W, C]`."""
+        """x and c_noise as `precondition_input` makes them, labels `[N, label_dim]` or None → `[N, H, W, C]`.
+
+        With a weight prepared for the step, zeros follow after the C channels.
+        """
         modulations = iter(self.modulations(self.embed(c_noise, labels), x.dtype))
-        x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
-        skips = []
+        decoder = list(self.dec.values())
+        scales = [block.reads_activated[1] for block in decoder if block.skip_channels]  # of skips, the last first
+        skips, clip, activated = [], None, None
         for module in self.enc.values():
+            scale = scales.pop()
             if isinstance(module, Block):
-                x, skip = ops.fork(module(x, next(modulations)), module.clip_act)
+                y, *more, skip = module(x, next(modulations), activate=scale, forks=True, clip_x=clip)
+                skips.append((skip, activated))
+                x, activated, clip = y, more[0] if more else None, module.clip_act
             else:
-                x = skip = module(x)
-            skips.append(skip)
-        for name, block in self.dec.items():
-            x = block(x, next(modulations), skips.pop() if "block" in name else None)
-        (x,) = ops.fork(x, block.clip_act, 1)
+                x = module(x)
+                activated = None if scale is None else ops.mp_silu(x.detach(), scale)
+        x, skip = ops.fork(x, clip)
+        skips.append((skip, activated))
+        if scale != decoder[0].reads_activated[0]:
+            activated = None
+        for block, reader in zip(decoder, [*decoder[1:], None]):
+            skip, activated_skip = skips.pop() if block.skip_channels else (None, None)
+            scale = None if reader is None else reader.reads_activated[0]
+            y = block(x, next(modulations), skip, (activated, activated_skip), scale)
+            x, activated = (y, None) if scale is None else y
+        (x,) = ops.fork(x, decoder[-1].clip_act, 1)
         return self.out_conv(x, gain=self.out_gain)
 
     def blocks(self) -> list[Block]:
@@ -272,13 +355,14 @@ class UNet(nn.Module):
         blocks, w = self.blocks(), self.prepared_modulation
         if w is None:
             w = torch.cat([block.emb_linear.prepare(emb.dtype, block.emb_gain) for block in blocks], dim=1)
-        return (ops.linear(emb, w) + 1).to(dtype).split([len(block.emb_linear.weight) for block in blocks], dim=1)
+        return ops.linear(emb, w, shift=1.0, dtype=dtype).split([len(block.emb_linear.weight) for block in blocks], dim=1)
 
     def embed(self, c_noise: Tensor, labels: Tensor | None) -> Tensor:
         """The fp32 embedding `[N, Cemb]` of the noise level and the class."""
         emb = self.emb_noise(self.emb_fourier(c_noise))
         if self.emb_label is not None:
-            emb = ops.mp_sum(emb, self.emb_label(labels * math.sqrt(self.label_dim)), self.label_balance)
+            w = self.emb_label.prepare(labels.dtype)
+            emb = ops.mp_sum(emb, ops.linear(labels, w, scale=math.sqrt(self.label_dim)), self.label_balance)
         return ops.mp_silu(emb)
 
 
@@ -325,17 +409,13 @@ class Precond(nn.Module):
         unconditional network. With `return_logvar` also returns u(σ), fp32 `[N, 1, 1, 1]`.
         """
         self._check_shape(x)
-        x = x.float()
+        x = x.float().contiguous()
         sigma = self._sigma(sigma, x)
         labels = self._labels(class_labels, x)
-        total = sigma**2 + self.sigma_data**2
-        c_skip, c_out = self.sigma_data**2 / total, sigma * self.sigma_data / total.sqrt()
-        c_in, c_noise = 1 / total.sqrt(), sigma.flatten().log() / 4
-
         dtype = torch.float32 if force_fp32 else self.compute_dtype(x.device)
-        x_in = (c_in * x).to(dtype).permute(0, 2, 3, 1).contiguous()
-        F_x = self.unet(x_in, c_noise, labels).permute(0, 3, 1, 2).float()
-        D_x = c_skip * x + c_out * F_x
+        x_in, c_noise = ops.precondition_input(x, sigma, self.sigma_data, dtype)
+        F_x = self.unet(x_in, c_noise, labels)
+        D_x = ops.precondition_output(F_x, x, sigma, self.sigma_data)
         return (D_x, self.logvar(c_noise)) if return_logvar else D_x
 
     def logvar(self, c_noise: Tensor) -> Tensor:
@@ -356,10 +436,10 @@ class Precond(nn.Module):
     def _sigma(self, sigma: Tensor | float, x: Tensor) -> Tensor:
         if not isinstance(sigma, Tensor):
             sigma = torch.full([1], sigma, device=x.device)  # without a copy, which would make a GPU wait
-        sigma = sigma.to(x.device, torch.float32).reshape(-1, 1, 1, 1)
+        sigma = sigma.to(x.device, torch.float32).reshape(-1)
         if sigma.shape[0] not in (1, x.shape[0]):
             raise ValueError(f"sigma: expected a scalar or {x.shape[0]} values, got {sigma.shape[0]}")
-        return sigma.expand(x.shape[0], 1, 1, 1)
+        return sigma.expand(x.shape[0])
 
     def _labels(self, labels: Tensor | None, x: Tensor) -> Tensor | None:
         """Class labels as fp32 `[N, label_dim]`, or None for an unconditional network."""

@@ -67,6 +67,7 @@ def _groups(net: Precond) -> Iterator[tuple[tuple[nn.Module, str], "list[RawWeig
     for module in net.modules():
         if isinstance(module, MPConv) and module not in together:
             dtype = compute if module.weight.ndim == 4 else torch.float32
-            gain = unet.out_gain if module is unet.out_conv else None
-            yield (module, "prepared"), [RawWeight(module.weight, dtype, gain, module.heads, module.up)]
+            last = module is unet.out_conv
+            gain = unet.out_gain if last else None
+            yield (module, "prepared"), [RawWeight(module.weight, dtype, gain, module.heads, module.up, module.factors, padded=last)]
     yield (unet, "prepared_modulation"), [RawWeight(b.emb_linear.weight, torch.float32, b.emb_gain) for b in blocks]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from kernels.jit import EPS, launch
-from kernels.prepared import TYPES, Member, place_of_row
+from kernels.prepared import PLACE, TYPES, Member, factors_of_row, place_of_row
 from kernels.rows import Addresses, pointer, row_programs
 from kernels.weight import lay_out_row
 
@@ -33,7 +33,7 @@ def adam_kernel(
 ):  # fmt: skip
     """Rows of 4·n elements are accessed 16 bytes at a time; of others, all short, one launch has some too."""
     tensor, row = tl.load(programs + 2 * tl.program_id(0)), tl.load(programs + 2 * tl.program_id(0) + 1)
-    shape, roles, rates = shapes + 7 * tensor, addresses + tensor * (6 + AVERAGES), scalars + AVERAGES + 2 * tensor
+    shape, roles, rates = shapes + (2 + PLACE) * tensor, addresses + tensor * (6 + AVERAGES), scalars + AVERAGES + 2 * tensor
     L, normalized = tl.load(shape), tl.load(shape + 1)
     if L % 4 == 0:  # the compiler sees a multiple of 4
         bad, length = update_row(roles, rates, scalars, row, L // 4 * 4, normalized, BETA1, BETA2, EPSILON, AVERAGES, BLOCK)
@@ -48,12 +48,12 @@ def adam_kernel(
 def prepare_normalized(roles, prepared, place, row, L, length, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     """What `prepare_kernel` makes of the row just stored, bit for bit."""
     tl.debug_barrier()  # what one thread has written another may read
-    row_out, Cin, Cout = place_of_row(place, row, True)
+    (row_out, Cin, Cout), factors = place_of_row(place, row, True), factors_of_row(place)
     w_ptr, y_ptr = pointer(roles, 0, tl.float32), pointer(prepared, 0, TYPE)
     if Cin == L:
-        lay_out_row(w_ptr, y_ptr, length, 1.0, row, row_out, Cin, Cout, 1, True, BLOCK)
+        lay_out_row(w_ptr, y_ptr, length, 1.0, factors, row, row_out, Cin, Cout, 1, True, BLOCK)
     else:
-        lay_out_row(w_ptr, y_ptr, length, 1.0, row, row_out, Cin, Cout, 9, True, BLOCK)
+        lay_out_row(w_ptr, y_ptr, length, 1.0, factors, row, row_out, Cin, Cout, 9, True, BLOCK)
     tl.store(tl.load(prepared + 1).to(tl.pointer_type(tl.float32)) + row, length)
 
 
@@ -168,7 +168,7 @@ class AdamPass:
         self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPSILON=eps, **sizes)
         self.programs = row_programs(rows, device)
         shapes = [[w.numel() // max(n, 1), int(flag)] for w, n, flag in zip(weights, rows, normalized)]
-        places = [m.place if m else [0] * 5 for m in self.targets]
+        places = [m.place if m else [0] * PLACE.value for m in self.targets]
         self.shapes = torch.tensor([a + b for a, b in zip(shapes, places)], dtype=torch.int32).to(device)
         self.scalars = torch.zeros(len(averages) + 2 * len(rows), device=device)
         self.addresses = Addresses()

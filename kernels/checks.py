@@ -46,11 +46,11 @@ def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: expected {list(shape)}, got {list(x.shape)}")
 
 
-def check_weight(name: str, w: Tensor, x_name: str, x: Tensor, taps: tuple[int, ...] = (1, 9)) -> None:
-    """A prepared weight `[taps, Cout, Cin]` for x `[..., Cin]`."""
+def check_weight(name: str, w: Tensor, x_name: str, x: Tensor, taps: tuple[int, ...] = (1, 9), more: bool = False) -> None:
+    """A prepared weight `[taps, Cout, Cin]` for x `[..., Cin]`, which may have `more` channels."""
     if w.ndim != 3 or w.shape[0] not in taps:
         allowed = " or ".join(map(str, taps))
         raise ValueError(f"{name}: expected a prepared weight [{allowed}, Cout, Cin], got {list(w.shape)}")
-    if x.shape[-1] != w.shape[-1]:
+    if x.shape[-1] < w.shape[-1] or (x.shape[-1] > w.shape[-1] and not more):
         raise ValueError(f"{x_name}: {x.shape[-1]} channels do not match the weight's {w.shape[-1]} ({name} is {list(w.shape)})")
     check_like(name, w, x_name, x)

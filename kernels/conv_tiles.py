@@ -126,7 +126,7 @@ def kind(capability: int) -> str:
 
 
 def library(itemsize: int) -> bool:
-    """Does the library convolve? In fp32: at full precision tensor cores compute nothing, and nothing is to be gained."""
+    """Does the library convolve, whatever the table? In fp32: at full precision tensor cores compute nothing."""
     return itemsize == 4
 
 
@@ -154,7 +154,12 @@ def fills(tile: ConvTile, row: Row, images: int) -> bool:
 
 def wgrad(row: Row) -> WgradTile:
     """For a weight gradient of `channels` × `depth`."""
-    return TUNED.get(row) or min(
+    return TUNED.get(row) or listed_wgrad(row)
+
+
+def listed_wgrad(row: Row) -> WgradTile:
+    """Without rows that were measured."""
+    return min(
         WGRAD[row.kind],
         key=lambda x: _cost(row.channels, sum(x.rows), sum(x.columns)) * _padded(row.depth, sum(x.columns)) / row.depth,
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import conv_tiles, library
 from kernels.conv_tiles import ConvTile
+from kernels.epilogue import epilogue_kernel
 from kernels.implicit_gemm import conv_kernel
 from kernels.jit import capability, descriptor, launch
 from kernels.sums import Sums, sum_parts
@@ -18,10 +19,19 @@ EPILOGUE_STAGES = 3  # a quarter's loads run two ahead; where they are five, one
 
 
 class Source(NamedTuple):
-    """A tensor `[N, H, W, K]` and its weight `[1, C, K]`, whose rows may lie apart."""
+    """A tensor `[N, H, W, K]` and its weight `[9 or 1, C, K]`, whose rows may lie apart."""
 
     x: Tensor
     w: Tensor
+
+
+class Rest(NamedTuple):
+    """The last `channels` of a result are a tensor of their own, with its own aux and act, and without a clip."""
+
+    channels: int
+    aux: Tensor | None = None
+    act: Tensor | None = None
+    scale_act: float = 1.0
 
 
 def convolve(
@@ -39,15 +49,17 @@ def convolve(
     clip: float | None = None,
     with_extra: bool = False,
     m: Tensor | None = None,
+    rest: Rest | None = None,
     tile: ConvTile | None = None,
     training: bool = False,
     later: Sums | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y and extra, or y and dm, of an epilogue (see `finish`).
+    """y and extra, y and dm, or y and its `rest`, of an epilogue (see `finish`).
 
     x `[N, H, W, K]`, w `[9 or 1, C, K]` (for the input gradient `transposed`, `[9 or 1, K, C]`), m `[N, C]`, aux
-    and act `[N, H, W, C]`. The 1×1 convolutions of up to two `sources` are added before the scale. In training the library
-    may convolve, where the table of tiles says so. dm is there at once, or when the sums of `later` have run.
+    and act `[N, H, W, C]`. The convolutions of up to two `sources`, with as many taps, are added before the scale. dm is there at once,
+    or when the sums of `later` have run. In fp32, and in training where the table of tiles says so, the library convolves,
+    and `epilogue_kernel` does the rest.
 
     With a w of 16 taps (see `reference.up_weight`), y and extra are `[N, 2H, 2W, C]`; if transposed x and aux are, and y is not.
     An aux `[N, H/2, W/2, C]` is up-sampled.
@@ -58,58 +70,108 @@ def convolve(
         up = "gradient" if transposed else "output"
     if up == "gradient":
         height, width = height // 2, width // 2
-    double = 2 if up == "output" else 1
     op = "input gradient" if transposed else "forward"
     row = conv_tiles.row(capability(x), op, w.shape[0], height, width, depth, channels)
+    in_table = training and not sources and w.shape[0] != 16 and row in conv_tiles.LIBRARY
+    by_library = in_table or conv_tiles.library(x.element_size())
+    u = _library(x, w, transposed, sources) if by_library else None
+    if by_library and up == "output":  # of what follows, nothing up-samples
+        height, width, up = 2 * height, 2 * width, None
+    double = 2 if up == "output" else 1
+
+    def result(channels: int, aux: Tensor | None, act: Tensor | None, with_extra: bool = False) -> _Result:
+        y = x.new_empty(n, height * double, width * double, channels)
+        return _Result(y, torch.empty_like(y) if with_extra else None, aux, act)
+
+    first = result(channels - (rest.channels if rest else 0), aux, act, with_extra)
+    second = result(*rest[:3]) if rest else None
+    with_dm = epilogue == "silu_grad"
+    if 0 in (n, height, width):
+        return first.y, torch.zeros_like(m) if with_dm else second.y if rest else first.extra
     tile = tile or conv_tiles.conv(row, n)
-    by_library = training and not sources and w.shape[0] != 16 and row in conv_tiles.LIBRARY
     bi, bh, bw = tile.box(height, width, whole=up == "output")
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
-
-    y = x.new_empty(n, height * double, width * double, channels)
-    extra = torch.empty_like(y) if with_extra else None
-    sums = None
-    if epilogue == "silu_grad":
-        sums = m.new_empty(n, max(4 // bi, 1) * tiles_image, channels, dtype=torch.float32)
-    sizes = (n, height, width, 0 if m is None else m.stride(0), scale, scale_aux, scale_act)
-    constants = dict(C=channels, EPILOGUE=epilogue, CLIP=clip, UP=up, BI=bi, BH=bh, BW=bw)
     tiles = triton.cdiv(n, bi) * tiles_image
+    sums = m.new_empty(n, max(4 // bi, 1) * tiles_image, channels, dtype=torch.float32) if with_dm else None
+    form = dict(EPILOGUE=epilogue, UP=up, BI=bi, BH=bh, BW=bw)
+    sizes = (n, height, width, 0 if m is None else m.stride(0))
+    scales = (scale, scale_aux, scale_act, rest.scale_act if rest else 1.0)
+    if by_library and epilogue == "sum" and aux is None and clip is None and not with_extra:
+        us = (u if scale == 1 else u.mul_(scale)).split([x.y.shape[3] for x in (first, second) if x], dim=3)
+        return us[0].contiguous(), us[1].contiguous() if rest else None
     if by_library:
-        u, block = library.convolution(x, w, transposed), tile.channels[0]
-        launch(
-            library.epilogue_kernel, (tiles * triton.cdiv(channels, block),), u, y, extra, aux, act, m, sums, *sizes,
-            **constants, BN=block, num_warps=tile.warps,
-        )  # fmt: skip
+        _launch_epilogue(u, first, second, m, sums, sizes, scales, clip, form, tile, tiles)
     else:
-        _launch_kernel(x, w, transposed, sources, (y, extra, aux, act, m, sums), sizes, constants, tile, tiles * double**2)
-    if sums is None:
-        return y, extra
+        _launch_kernel(x, w, transposed, sources, first, second, m, sums, sizes, scales, clip, form, tile, tiles * double**2)
+    if not with_dm:
+        return first.y, second.y if rest else first.extra
     dm = m.new_empty(m.shape)
     (sum_parts if later is None else later.add)(sums, dm)
-    return y, dm
+    return first.y, dm
+
+
+class _Result(NamedTuple):
+    """What an epilogue reads and writes pixel by pixel."""
+
+    y: Tensor
+    extra: Tensor | None = None
+    aux: Tensor | None = None
+    act: Tensor | None = None
+
+
+def _library(x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source]) -> Tensor:
+    u = library.convolution(x, w, transposed)
+    for source in sources:
+        u += library.convolution(source.x, source.w)
+    return u
+
+
+def _launch_epilogue(
+    u: Tensor, first: _Result, second: _Result | None, m: Tensor | None, sums: Tensor | None,
+    sizes: tuple[int, ...], scales: tuple[float, ...], clip: float | None, form: dict[str, Any], tile: ConvTile, tiles: int,
+) -> None:  # fmt: skip
+    """What follows the library's convolution, on `tiles` of pixels."""
+    scale, scale_aux, *scales_act = scales
+    block, start = tile.channels[0], 0
+    for part, scale_act, clip_part in zip((first, second), scales_act, (clip, None)):
+        if part is None:
+            continue
+        channels = part.y.shape[3]
+        own = u.narrow(3, start, channels).contiguous()
+        launch(
+            epilogue_kernel, (tiles * triton.cdiv(channels, block),), own, *part, m, sums, *sizes, scale, scale_aux, scale_act,
+            C=channels, CLIP=clip_part, BN=block, **form, num_warps=tile.warps,
+        )  # fmt: skip
+        start += channels
 
 
 def _launch_kernel(
-    x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source], outputs: tuple[Tensor | None, ...],
-    sizes: tuple[float, ...], constants: dict[str, Any], tile: ConvTile, tiles: int,
+    x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source], first: _Result, second: _Result | None,
+    m: Tensor | None, sums: Tensor | None, sizes: tuple[int, ...], scales: tuple[float, ...], clip: float | None,
+    form: dict[str, Any], tile: ConvTile, tiles: int,
 ) -> None:  # fmt: skip
     """The implicit GEMM, on `tiles` of pixels."""
-    (n, height, width, *_), channels, up = sizes, constants["C"], constants["UP"]
-    y, extra, aux, act, m, sums = outputs
+    (n, height, width, *_), channels, up = sizes, w.shape[2 if transposed else 1], form["UP"]
+    rest = second.y.shape[3] if second else 0
     a, b = (*sources, None, None)[:2]
-    views = _Views(tile, (constants["BI"], constants["BH"], constants["BW"]))
+    views = _Views(tile, (form["BI"], form["BH"], form["BW"]))
+    block = sum(tile.channels)
+    y, extra, aux, act = views.result(first, up)
+    rest_y, _, rest_aux, rest_act = views.result(second, up) if second else ((None, None),) * 4
     launch(
-        conv_kernel, (tiles * triton.cdiv(channels, sum(tile.channels)),),
+        conv_kernel, (tiles * (triton.cdiv(channels - rest, block) + triton.cdiv(rest, block)),),
         views.input(x, up == "gradient"), *views.weight(w, transposed),
         *(views.input(a.x), *views.weight(a.w)) if a else (None,) * 3,
         *(views.input(b.x), *views.weight(b.w)) if b else (None,) * 3,
-        *views.output(y, up == "output"), *views.output(extra, up == "output"), *views.aux(aux, up), *views.output(act), m, sums,
-        *sizes, **constants,
+        *y, *extra, *aux, *act, m, sums,
+        *rest_y, *rest_aux, *rest_act,
+        *sizes, *scales, **form, CLIP=clip, C=channels, REST=rest,
         K=x.shape[3], KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, TAPS=4 if up == "output" else w.shape[0],
+        TAPS_A=a.w.shape[0] if a else 0,
         TRANSPOSED=transposed, STRIDE_W=views.stride(w), STRIDE_WA=views.stride(a.w) if a else 0,
         BN0=tile.channels[0], BN1=tile.channels[1], BLOCK_K=tile.block_k,
         BOXES=tile.boxes, STAGES=EPILOGUE_STAGES - (up == "gradient"), num_warps=tile.warps, num_stages=tile.stages,
-        flops=2 * n * height * width * channels * (w.shape[0] * x.shape[3] + sum(source.x.shape[3] for source in sources)),
+        flops=2 * n * height * width * channels * sum(w.shape[0] * x.shape[3] for x, w in ((x, w), *sources)),
     )  # fmt: skip
 
 
@@ -140,6 +202,10 @@ class _Views(NamedTuple):
             n, height, width, channels = y.shape
             y = y.view(n, height // 2, width, 2, channels)  # (row phase, column), column phase
         return self._each(y, *((*self._quarter, *[1] * doubled, c) for c in self.tile.channels))
+
+    def result(self, x: _Result, up: str | None) -> tuple[list, ...]:
+        """Of y, extra, aux and act."""
+        return self.output(x.y, up == "output"), self.output(x.extra, up == "output"), self.aux(x.aux, up), self.output(x.act)
 
     def aux(self, x: Tensor | None, up: str | None) -> list:
         qi, qh, bw = self._quarter

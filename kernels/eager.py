@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import reference
-from kernels.reference import EPS, SILU_SCALE, cat_scales
+from kernels import library, reference
+from kernels.reference import EPS, NO_FACTORS, SILU_SCALE, Factors, cat_scales, sum_scales
 
 aten = torch.ops.aten
 
@@ -37,26 +37,37 @@ def project(g: Tensor, x: Tensor, square: Tensor, dims: tuple[int, ...]) -> tupl
     return torch.addcmul(g, x, slope, value=-1, out=product), dot
 
 
-def mp_weight(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int, up: bool) -> tuple[Tensor, Tensor]:
-    """`gain · w/d` by rows with `d = ‖w‖ + ε·√fan_in` (the √fan_in of Eq. 66 cancels against that of the RMS); also ‖w‖ `[Cout]`."""
-    rows, taps = w.flatten(1), w.shape[2:].numel()
+def mp_weight(
+    w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int, up: bool, split: int, left: float, right: float
+) -> tuple[Tensor, Tensor]:
+    """`gain · w/d` by rows with `d = ‖w‖ + ε·√fan_in` (the √fan_in of Eq. 66 cancels against that of the RMS), times
+    `Factors(split, left, right)`; also ‖w‖ `[Cout]`."""
+    rows, taps, factors = w.flatten(1), w.shape[2:].numel(), Factors(split, left, right)
     length = norm(rows, (1,))
     d = length + EPS * math.sqrt(rows.shape[1])
+    scale = 1 / d if gain is None else gain / d
+    if factors != NO_FACTORS:
+        scale = scale * factors.columns(w)
     y = w.new_empty(taps, *w.shape[:2], dtype=wide(w.dtype) if up else dtype)
     out, rows = y, w.reshape(*w.shape[:2], taps).permute(2, 0, 1)
     if heads:
         parts = (heads, w.shape[0] // (3 * heads), 3)
-        rows, d = (x.unflatten(-2, parts).transpose(-3, -2) for x in (rows, d))  # [taps, heads, 3, D, Cin]
+        rows, scale = (x.unflatten(-2, parts).transpose(-3, -2) for x in (rows, scale))  # [taps, heads, 3, D, Cin]
         out = y.view(rows.shape)
-    torch.mul(rows, 1 / d if gain is None else gain / d, out=out)
+    torch.mul(rows, scale, out=out)
     return reference.up_weight(y).to(dtype) if up else y, length.squeeze(1)
 
 
-def mp_weight_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) and dgain = Σ ⟨w,g⟩/d (nothing without a gain)."""
+def mp_weight_backward(
+    g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int, split: int, left: float, right: float
+) -> tuple[Tensor, Tensor]:
+    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) and dgain = Σ ⟨w,g⟩/d (nothing without a gain), g being times the factors."""
+    factors = Factors(split, left, right)
     g = (up_weight_backward(g) if g.shape[0] == 16 else g).permute(1, 2, 0)
     if heads:
         g = g.unflatten(0, (heads, 3, w.shape[0] // (3 * heads))).transpose(1, 2).flatten(0, 2)
+    if factors != NO_FACTORS:
+        g = g * factors.columns(w)[:, None]
     length = length.unsqueeze(1)
     d = length + EPS * math.sqrt(w.shape[1:].numel())
     dw, dot = project(g.reshape(w.flatten(1).shape).to(d.dtype), w.flatten(1), length * d, (1,))
@@ -72,36 +83,36 @@ def up_weight_backward(g: Tensor) -> Tensor:
     return torch.stack([r[0, i] + r[1, j] for r in rows for i, j in ((0, 0), (1, 0), (1, 1))])
 
 
-def linear(x: Tensor, w: Tensor, master: Tensor | None) -> Tensor:
-    return F.linear(x, w[0])
+def linear(
+    x: Tensor, w: Tensor, master: Tensor | None, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None
+) -> Tensor:
+    y = F.linear(x, w[0])
+    y = y if scale == 1 else y.mul_(scale)
+    return (y if shift == 0 else y.add_(shift)).to(dtype or x.dtype)
 
 
-def linear_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def linear_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1.0, with_dx: bool = True) -> tuple[Tensor, Tensor]:
+    """dx (empty if it is not wanted) and dw."""
+    g = g.to(x.dtype) if scale == 1 else g.to(x.dtype) * scale
     dw = g.flatten(0, -2).T @ x.flatten(0, -2)
-    return g @ w[0], dw.to(wide(w.dtype))[None]
+    return g @ w[0] if with_dx else x.new_empty(0), dw.to(wide(w.dtype))[None]
 
 
 def conv(x: Tensor, w: Tensor, master: Tensor | None = None) -> Tensor:
-    return reference.conv(x, w).contiguous()
+    return library.convolution(x[..., : w.shape[2]], w)
 
 
 def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tuple[Tensor, Tensor]:
     """dx (empty if it is not wanted) and dw."""
-    return _conv_backward(g, x, w, with_dx=with_dx)
+    more = x.shape[3] - w.shape[2]
+    dx, dw = _conv_backward(g, x[..., : w.shape[2]], w, with_dx=with_dx)
+    return F.pad(dx, (0, more)) if with_dx and more else dx, dw
 
 
 def _conv_backward(g: Tensor, x: Tensor, w: Tensor, scale: float = 1, with_dx: bool = True) -> tuple[Tensor, Tensor]:
     """dx and `scale` · dw."""
-    if w.shape[0] == 1:
-        dx, dw = linear_backward(g, x, w)
-        return dx, dw.mul_(scale)
-    if x.numel() == 0:
-        return torch.empty_like(x), w.new_zeros(w.shape, dtype=wide(w.dtype))
-    kernel, one = w.permute(1, 2, 0).unflatten(2, (3, 3)), [1, 1]
-    g, x = g.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2)
-    dx, dk, _ = aten.convolution_backward(g, x, kernel, None, one, one, one, False, [0, 0], 1, [with_dx, True, False])
-    dx = dx.permute(0, 2, 3, 1).contiguous() if with_dx else g.new_empty(0)
-    return dx, dk.flatten(2).to(wide(w.dtype)).mul_(scale).permute(2, 0, 1).contiguous()
+    dx = library.convolution(g, w, transposed=True) if with_dx else g.new_empty(0)
+    return dx, library.weight_gradient(g, x, w.shape[0]).to(wide(w.dtype)).mul_(scale).contiguous()
 
 
 def gradient_like(w: Tensor) -> Tensor:
@@ -121,13 +132,11 @@ def conv_silu_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) ->
 
 
 def conv_silu_up(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
-    u = reference.conv_up(x, w).contiguous()
-    return F.silu(u * m[:, None, None], inplace=True).mul_(SILU_SCALE), u if saves else u.new_empty(0)
+    return conv_silu(x, w, master, m, saves)
 
 
 def conv_silu_up_backward(g: Tensor, x: Tensor, w: Tensor, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    du, dm = _modulated_backward(g, u, m)
-    return *_conv_up_backward(du, x, w), dm
+    return conv_silu_backward(g, x, w, m, u)
 
 
 def _modulated_backward(g: Tensor, u: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,25 +144,6 @@ def _modulated_backward(g: Tensor, u: Tensor, m: Tensor) -> tuple[Tensor, Tensor
     g = aten.silu_backward(g, u * m).mul_(SILU_SCALE)
     dm = (g * u).sum((1, 2), dtype=wide(m.dtype)).to(m.dtype)
     return g.mul_(m), dm
-
-
-def _conv_up_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    if x.numel() == 0:
-        return torch.empty_like(x), w.new_zeros(w.shape, dtype=wide(w.dtype))
-    wide_x, wide_w = (y.to(wide(x.dtype)) for y in (x.flatten(0, 2), w.unflatten(0, (4, 4))))
-    dx, dw = torch.zeros_like(wide_x), torch.empty_like(wide_w)
-    for phase, offsets, taps, out in zip(to_phases(g), reference.UP_OFFSETS, wide_w, dw):
-        shifted = [reference.shift(phase.to(dx.dtype), -rows, -columns) for rows, columns in offsets]
-        columns = torch.cat(shifted, dim=3).flatten(0, 2)  # [pixels, 4·Cout]
-        dx.addmm_(columns, taps.flatten(0, 1))
-        torch.mm(columns.T, wide_x, out=out.flatten(0, 1))
-    return dx.view(x.shape).to(x.dtype), dw.flatten(0, 1)
-
-
-def to_phases(x: Tensor) -> Tensor:
-    """`[N, 2H, 2W, C]` → `[4, N, H, W, C]`."""
-    n, h, w, c = x.shape
-    return x.view(n, h // 2, 2, w // 2, 2, c).permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
 
 
 def conv_sum(
@@ -172,12 +162,6 @@ def conv_sum_backward(
     return *_conv_backward(g, x, w * scale_conv, scale_conv), g * scale
 
 
-def sum_scales(t: float) -> tuple[float, float]:
-    """The two factors of MP-Sum, Eq. 88."""
-    scale = 1 / math.hypot(1 - t, t)
-    return (1 - t) * scale, t * scale
-
-
 def clip_backward(g: Tensor, y: Tensor | None, clip: float | None) -> Tensor:
     """g where |y| < clip, else 0, NaN included. y, the clipped output, need not be given without a clip."""
     return g if clip is None else torch.where(y.abs() < clip, g, 0)
@@ -185,136 +169,130 @@ def clip_backward(g: Tensor, y: Tensor | None, clip: float | None) -> Tensor:
 
 def conv_cat_sum(
     x: Tensor, w: Tensor, master: Tensor | None, a: Tensor, b: Tensor, w_skip: Tensor, master_skip: Tensor | None,
-    cat_t: float, t: float, clip: float | None,
+    clip: float | None,
 ) -> Tensor:  # fmt: skip
-    """All factors scale the weights, and the 1×1 convolutions accumulate into the output of the 3×3."""
-    w, w_a, w_b = _scaled_weights(w, w_skip, a, b, cat_t, t)[0]
+    """The 1×1 convolutions accumulate into the output of the 3×3."""
     y = conv(x, w)
     rows = y.flatten(0, 2)
-    for source, weight in ((a, w_a), (b, w_b)):
+    for source, weight in zip((a, b), _parts(w_skip, a, b)):
         torch.addmm(rows, source.flatten(0, 2), weight.T, out=rows)
     return y if clip is None else y.clamp_(-clip, clip)
 
 
 def conv_cat_sum_backward(
-    g: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, y: Tensor | None, cat_t: float,
-    t: float, clip: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    g: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, y: Tensor | None, clip: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     g = clip_backward(g, y, clip)
-    (w, w_a, w_b), scales = _scaled_weights(w, w_skip, a, b, cat_t, t)
-    columns = g.flatten(0, 2).T
-    dw_skip = [(columns @ source.flatten(0, 2)).to(wide(g.dtype)).mul_(scale) for source, scale in zip((a, b), scales[1:])]
-    dx, dw = _conv_backward(g, x, w, scales[0])
-    return dx, dw, g @ w_a, g @ w_b, torch.cat(dw_skip, dim=-1)[None]
+    columns, (w_a, w_b) = g.flatten(0, 2).T, _parts(w_skip, a, b)
+    dw_skip = [(columns @ source.flatten(0, 2)).to(wide(g.dtype)) for source in (a, b)]
+    return *_conv_backward(g, x, w), g @ w_a, g @ w_b, torch.cat(dw_skip, dim=-1)[None]
 
 
-def saved(saves: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """What the backward needs, or nothing in its place."""
-    return tensors if saves else tuple(x.new_empty(0) for x in tensors)
-
-
-def residual_branch_norm(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, down: bool, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also, if it `saves` them, n, the normalised x, its MP-SiLU s, the rms, v, the activated result of the first
-    convolution, and its u."""
-    n, s, rms = pixel_norm_silu(x, down)
-    v, u = conv_silu(s, w0, None, m, saves)
-    return conv_sum(v, w1, None, n, t, clip), *saved(saves, n, s, rms, v, u)
-
-
-def residual_branch_norm_backward(
-    g: Tensor, w0: Tensor, m: Tensor, w1: Tensor, n: Tensor, s: Tensor, rms: Tensor, v: Tensor, u: Tensor,
-    t: float, down: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, w0, m and w1."""
-    dv, dw1, _ = conv_sum_backward(g, v, w1, None, t, None)
-    ds, dw0, dm = conv_silu_backward(dv, s, w0, m, u)
-    return pixel_norm_silu_backward(g, ds, n, rms, down, sum_scales(t)[0]), dw0, dm, dw1
-
-
-def residual_branch_silu(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, clip_x: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also s, the activated x, v and u, if it `saves` them."""
-    s = mp_silu(x)
-    v, u = conv_silu(s, w0, None, m, saves)
-    return conv_sum(v, w1, None, x, t, clip), *saved(saves, s, v, u)
-
-
-def residual_branch_silu_backward(
-    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, w0, m and w1."""
-    dv, dw1, dx = conv_sum_backward(g, v, w1, None, t, None)
-    ds, dw0, dm = conv_silu_backward(dv, s, w0, m, u)
-    return clip_backward(dx.add_(mp_silu_backward(ds, x)), x, clip_x), dw0, dm, dw1
-
-
-def residual_branch_up(
-    x: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    t: float, clip: float | None, clip_x: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also s, the activated x, v and u, if it `saves` them."""
-    s = mp_silu(x)
-    v, u = conv_silu_up(s, w0, None, m, saves)
-    y = conv_sum(v, w1, None, reference.resample(x, (1, 1), "up"), t, clip)
-    return y, *saved(saves, s, v, u)
-
-
-def residual_branch_up_backward(
-    g: Tensor, x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, s: Tensor, v: Tensor, u: Tensor, t: float, clip_x: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, w0, m and w1."""
-    dv, dw1, dresidual = conv_sum_backward(g, v, w1, None, t, None)
-    ds, dw0, dm = conv_silu_up_backward(dv, s, w0, m, u)
-    return clip_backward(to_phases(dresidual).sum(0).add_(mp_silu_backward(ds, x)), x, clip_x), dw0, dm, dw1
-
-
-def residual_branch_cat(
-    a: Tensor, b: Tensor, w0: Tensor, master0: Tensor | None, m: Tensor, w1: Tensor, master1: Tensor | None,
-    w_skip: Tensor, master_skip: Tensor | None, cat_t: float, t: float, clip: float | None, clip_a: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    s = cat_silu(a, b, cat_t)
-    v, u = conv_silu(s, w0, None, m, saves)
-    y = conv_cat_sum(v, w1, None, a, b, w_skip, None, cat_t, t, clip)
-    return y, *saved(saves, s, v, u)
-
-
-def residual_branch_cat_backward(
-    g: Tensor, a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, s: Tensor, v: Tensor, u: Tensor,
-    cat_t: float, t: float, clip_a: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of a, b, w0, m, w1 and w_skip."""
-    dv, dw1, da, db, dw_skip = conv_cat_sum_backward(g, v, w1, a, b, w_skip, None, cat_t, t, None)
-    ds, dw0, dm = conv_silu_backward(dv, s, w0, m, u)
-    da_silu, db_silu = cat_silu_backward(ds, a, b, cat_t)
-    return clip_backward(da.add_(da_silu), a, clip_a), db.add_(db_silu), dw0, dm, dw1, dw_skip
-
-
-def _scaled_weights(
-    w: Tensor, w_skip: Tensor, a: Tensor, b: Tensor, cat_t: float, t: float
-) -> tuple[list[Tensor], tuple[float, ...]]:
-    """The weights of the three sources times the factors of MP-Sum and MP-Cat, and these factors."""
-    scale, scale_conv = sum_scales(t)
-    channels = (a.shape[-1], b.shape[-1])
-    scale_a, scale_b = cat_scales(*channels, cat_t)
-    scales = (scale_conv, scale * scale_a, scale * scale_b)
-    return [weight * s for weight, s in zip((w, *w_skip[0].split(channels, dim=-1)), scales)], scales
+def _parts(w_skip: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """Each source's columns of w_skip."""
+    return w_skip[0].split((a.shape[-1], b.shape[-1]), dim=-1)
 
 
 def fork_backward(g: Tensor, other: Tensor | None, x: Tensor, clip: float) -> Tensor:
     return clip_backward(g if other is None else g + other, x, clip)
 
 
-def mp_silu(x: Tensor) -> Tensor:
-    return F.silu(x).mul_(SILU_SCALE)
+def mp_fourier(x: Tensor, freqs: Tensor, phases: Tensor) -> Tensor:
+    return torch.outer(x, freqs).add_(phases).cos_().mul_(math.sqrt(2))
 
 
-def mp_silu_backward(g: Tensor, x: Tensor) -> Tensor:
-    return aten.silu_backward(g, x).mul_(SILU_SCALE)
+def precondition_input(x: Tensor, sigma: Tensor, sigma_data: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    *_, c_in = noise_scales(sigma, sigma_data)
+    n, c, height, width = x.shape
+    y = x.new_zeros(n, height, width, reference.input_channels(c), dtype=dtype)
+    y[..., :c] = (c_in * x).permute(0, 2, 3, 1)
+    y[..., c] = 1
+    return y, sigma.log() / 4
+
+
+def precondition_input_dx(g: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """g `[N, C, H, W]`, of the image's channels only."""
+    *_, c_in = noise_scales(sigma, sigma_data)
+    return (c_in * g).to(sigma.dtype)
+
+
+def precondition_input_dsigma(g: Tensor | None, g_noise: Tensor | None, x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """c_in′ = −σ·c_in³ and c_noise′ = 1/(4σ)."""
+    s = sigma.to(wide(sigma.dtype))
+    dsigma = torch.zeros_like(s)
+    if g is not None:
+        *_, c_in = noise_scales(s, sigma_data)
+        dsigma = dsigma - s * c_in.flatten() ** 3 * (g * x.to(s.dtype)).sum((1, 2, 3))
+    if g_noise is not None:
+        dsigma = dsigma + g_noise / (4 * s)
+    return dsigma.to(sigma.dtype)
+
+
+def precondition_output(f: Tensor, x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    c_skip, c_out, _ = noise_scales(sigma, sigma_data)
+    return (c_skip * x).addcmul_(c_out, f[..., : x.shape[1]].permute(0, 3, 1, 2).to(x.dtype))
+
+
+def precondition_output_backward(g: Tensor, sigma: Tensor, sigma_data: float, channels: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of f, 0 in its channels beyond those of g."""
+    _, c_out, _ = noise_scales(sigma, sigma_data)
+    n, c, height, width = g.shape
+    df = g.new_zeros(n, height, width, channels, dtype=dtype)
+    df[..., :c] = (c_out * g).permute(0, 2, 3, 1)
+    return df
+
+
+def precondition_output_dx(g: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    c_skip, _, _ = noise_scales(sigma, sigma_data)
+    return c_skip * g
+
+
+def precondition_output_dsigma(g: Tensor, f: Tensor, x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """c_skip′ = −2σ·c_in²·c_skip and c_out′ = σ_data·c_in − σ²·σ_data·c_in³ (of ±∞ NaN, as by autograd)."""
+    s, g = sigma.to(wide(sigma.dtype)), g.to(wide(g.dtype))
+    c_skip, _, c_in = (c.flatten() for c in noise_scales(s, sigma_data))
+    of_skip, of_out = (g * x).sum((1, 2, 3)), (g * f[..., : x.shape[1]].permute(0, 3, 1, 2)).sum((1, 2, 3))
+    of_out = sigma_data * c_in * of_out
+    return (of_out - (s * c_in) ** 2 * of_out - 2 * s * c_in**2 * c_skip * of_skip).to(sigma.dtype)
+
+
+def uncertainty_loss(denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float) -> Tensor:
+    return reference.uncertainty_loss(denoised, images, sigma, logvar, sigma_data)
+
+
+def uncertainty_loss_backward(
+    g: Tensor, denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float
+) -> tuple[Tensor, Tensor]:
+    """Those of `denoised` and `logvar`: 2g·λ/exp(u)·(D − y), and Σg − λ/exp(u)·Σg·(D − y)²."""
+    g, d, s, u = (x.to(wide(x.dtype)) for x in (g, denoised, sigma, logvar))
+    e = u.exp()
+    weight = (s**2 + sigma_data**2) / (s * sigma_data) ** 2 / e
+    g, error = g.flatten(1), (d - images).flatten(1)
+    du = g.sum(1) - (g * error**2).sum(1) * (weight / e * e)  # of an infinite u NaN, as by autograd
+    return (g * weight[:, None] * (2 * error)).view_as(denoised).to(denoised.dtype), du.to(logvar.dtype)
+
+
+def uncertainty_loss_dsigma(
+    g: Tensor, denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float
+) -> Tensor:
+    """λ′ = 2σ/p − (σ² + σ_data²)·2σ·σ_data²/p² with p = (σ·σ_data)² (of ±∞ NaN, as by autograd)."""
+    g, denoised, s, u = (x.to(wide(x.dtype)) for x in (g, denoised, sigma, logvar))
+    square = (g * (denoised - images) ** 2).flatten(1).sum(1) / u.exp()
+    p = (s * sigma_data) ** 2
+    return (square / p * 2 * s - square * ((s**2 + sigma_data**2) / p / p) * 2 * s * sigma_data**2).to(sigma.dtype)
+
+
+def noise_scales(sigma: Tensor, sigma_data: float) -> tuple[Tensor, ...]:
+    """c_skip, c_out and c_in `[N, 1, 1, 1]`."""
+    return tuple(c[:, None, None, None] for c in reference.noise_scales(sigma, sigma_data))
+
+
+def mp_silu(x: Tensor, scale: float = 1.0) -> Tensor:
+    return F.silu(_scaled(x, scale)).mul_(SILU_SCALE)
+
+
+def mp_silu_backward(g: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
+    return aten.silu_backward(g, _scaled(x, scale)).mul_(SILU_SCALE * scale)
 
 
 def mp_sum(a: Tensor, b: Tensor, t: float, clip: float | None) -> Tensor:
@@ -354,14 +332,18 @@ def pixel_norm_silu(x: Tensor, down: bool) -> tuple[Tensor, Tensor, Tensor]:
     return y, mp_silu(y), rms.squeeze(-1)
 
 
-def pixel_norm_silu_backward(gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool, scale: float = 1.0) -> Tensor:
-    """(g − y · ⟨y,g⟩/C · (rms+ε)/rms) / (rms+ε) with g = scale·gy + silu′(y)·gs."""
+def pixel_norm_silu_backward(
+    gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool, scale: float = 1.0,
+    other: Tensor | None = None, x: Tensor | None = None, clip: float | None = None,
+) -> Tensor:  # fmt: skip
+    """(g − y · ⟨y,g⟩/C · (rms+ε)/rms) / (rms+ε) with g = scale·gy + silu′(y)·gs; plus `other`, and 0 where |x| ≥ clip."""
     rms = rms.unsqueeze(-1)
     d = rms + EPS
     g = torch.add(gy if scale == 1 else gy * scale, aten.silu_backward(gs, y), alpha=SILU_SCALE)
     dx, _ = project(g.to(rms.dtype), y.to(rms.dtype), rms / d * y.shape[-1], (-1,))
     dx = dx.mul_((0.25 if down else 1) / d).to(y.dtype)
-    return resample(dx, (1, 1), "up") if down else dx
+    dx = resample(dx, (1, 1), "up") if down else dx
+    return clip_backward(dx if other is None else dx + other, x, clip)
 
 
 def cosine_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -372,26 +354,6 @@ def cosine_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     y = torch.bmm(logits.softmax(-1), v).unflatten(0, (-1, heads))
     n, h, w, c = qkv.shape
     return y.transpose(1, 2).reshape(n, h, w, c // 3), lse.view(n, heads, h * w)
-
-
-def attention_branch(
-    x: Tensor, w_qkv: Tensor, master_qkv: Tensor | None, w_proj: Tensor, master_proj: Tensor | None,
-    heads: int, t: float, clip: float | None, saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Also qkv, the result of the attention and the logarithms of its sums, if it `saves` them."""
-    qkv = conv(x, w_qkv)
-    v, lse = cosine_attention(qkv, heads)
-    y = conv_sum(v, w_proj, None, x, t, clip)
-    return y, *saved(saves, qkv, v, lse)
-
-
-def attention_branch_backward(
-    g: Tensor, x: Tensor, w_qkv: Tensor, w_proj: Tensor, qkv: Tensor, v: Tensor, lse: Tensor, heads: int, t: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, w_qkv and w_proj."""
-    dv, dw_proj, dresidual = conv_sum_backward(g, v, w_proj, None, t, None)
-    dx, dw_qkv = _conv_backward(cosine_attention_backward(dv, qkv, v, lse, heads), x, w_qkv)
-    return dx.add_(dresidual), dw_qkv, dw_proj
 
 
 def _normalized(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ def finish(
 ):  # fmt: skip
     """From the accumulator [BN, P] to memory. With u = scale·acc, by EPILOGUE:
 
-    sum: y = u + scale_aux·aux, clipped, the latter two if given; extra = MP-SiLU(y) if given.
+    sum: y = u + scale_aux·aux, clipped, the latter two if given; extra = MP-SiLU(scale_act·y) if given.
     silu: y = MP-SiLU(u·m); extra = u if given.
     residual_silu_grad: y = u·MP-SiLU′(scale_act·act)·scale_act + scale_aux·aux, 0 where act was clipped.
     silu_grad: y = du and dm of the silu above for the gradient u of its result, aux being its u. dm by parts, one for
@@ -29,7 +29,7 @@ def finish(
     is summed over 2 × 2; "residual": aux has half of them, and is repeated.
     """
     q0, q1, q2, q3 = quarters(acc, BN, BI * BH * BW)
-    if aux is None:  # nothing to prefetch
+    if aux is None and extra is None:  # nothing to prefetch, and registers for four quarters at once
         finish_quarter(
             q0, 0, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
             C, EPILOGUE, CLIP, BI, BH, BW, BN, BOXES, phase, UP,
@@ -80,9 +80,6 @@ def finish_quarter(
             value += load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32) * scale_aux
         if CLIP is not None:
             value = tl.clamp(value, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
-        if extra is not None:
-            rounded = value.to(extra.dtype if BOXES else extra.dtype.element_ty).to(tl.float32)
-            store_pixels(extra, mp_silu(rounded), image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
     elif EPILOGUE == "residual_silu_grad":
         before = load_pixels(act, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32)
         value = u * mp_silu_grad(before * scale_act) * scale_act
@@ -98,6 +95,9 @@ def finish_quarter(
         store_sums(dm_ptr, dt * before, image, part * PARTS + s % PARTS, parts, c, N, C, QI, QH * BW, BN)
         value = modulated(dt, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN)
     store_pixels(y, value, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES, phase, UP == "output")
+    if EPILOGUE == "sum" and extra is not None:  # last: one result's registers at a time
+        rounded = value.to(extra.dtype if BOXES else extra.dtype.element_ty).to(tl.float32)
+        store_pixels(extra, mp_silu(rounded * scale_act), image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
 
 
 @triton.jit
@@ -135,3 +135,27 @@ def store_sums(
         sums = tl.sum(value.reshape(BN, QI, PIXELS), axis=2)
         offs_n = n + tl.arange(0, QI)[None, :]
         tl.store(dm_ptr + (offs_n * parts + part) * C + offs_c[:, None], sums, (offs_c[:, None] < C) & (offs_n < N))
+
+
+@triton.jit
+def epilogue_kernel(
+    u, y, extra, aux, act, m_ptr, dm_ptr,
+    N, H, W, stride_m, scale, scale_aux, scale_act,
+    C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr, UP: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """What `conv_kernel` does after its loop, for an accumulator u in memory: where the library convolved."""
+    tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
+    tiles_c: tl.constexpr = (C + BN - 1) // BN
+    c, tile = tl.program_id(0) % tiles_c * BN, tl.program_id(0) // tiles_c
+    n, part = tile // (tiles_h * tiles_w) * BI, tile % (tiles_h * tiles_w)
+    h, w = part // tiles_w * BH, part % tiles_w * BW
+    PARTS: tl.constexpr = 4 // BI if BI < 4 else 1
+    QI: tl.constexpr = BI // 4 if BI > 4 else 1
+    QH: tl.constexpr = BH // PARTS
+    for s in tl.static_range(4):
+        acc = load_pixels(u, n + s // PARTS * QI, h + s % PARTS * QH, w, c, N, H, W, C, QI, QH, BW, BN, False)
+        finish_quarter(
+            acc.T.to(tl.float32), s, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
+            C, EPILOGUE, CLIP, BI, BH, BW, BN, False, 0, UP,
+        )  # fmt: skip

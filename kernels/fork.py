@@ -9,7 +9,7 @@ from kernels.checks import check_dense
 from kernels.modulation import masked_gradient
 from kernels.registration import register
 
-_backward = register(
+fork_backward = register(
     "fork_backward", eager.fork_backward,
     lambda g, other, x, clip: torch.empty_like(x),
     lambda g, other, x, clip: masked_gradient(g, x, 1.0, clip, other),
@@ -32,7 +32,7 @@ class _Fork(torch.autograd.Function):
         if not given:
             return None, None, None
         total = given[0] if len(given) < 3 else torch.stack(given[:-1]).sum(0)
-        return _backward(total, given[-1] if len(given) > 1 else None, *ctx.saved_tensors, ctx.clip), None, None
+        return fork_backward(total, given[-1] if len(given) > 1 else None, *ctx.saved_tensors, ctx.clip), None, None
 
 
 def fork(x: Tensor, clip: float | None, readers: int = 2) -> tuple[Tensor, ...]:

@@ -20,21 +20,31 @@ from kernels.pixels import load_pixels
 @triton.jit(do_not_specialize=["N", "H", "W", "stride_m"])  # one binary for all sizes
 def conv_kernel(
     x, w0, w1, a, wa0, wa1, b, wb0, wb1, y0, y1, extra0, extra1, aux0, aux1, act0, act1, m_ptr, dm_ptr,
-    N, H, W, stride_m, scale, scale_aux, scale_act,
-    K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr,
+    rest_y0, rest_y1, rest_aux0, rest_aux1, rest_act0, rest_act1,
+    N, H, W, stride_m, scale, scale_aux, scale_act, rest_scale_act,
+    K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
+    TAPS: tl.constexpr, TAPS_A: tl.constexpr, TRANSPOSED: tl.constexpr, STRIDE_W: tl.constexpr, STRIDE_WA: tl.constexpr,
     EPILOGUE: tl.constexpr, CLIP: tl.constexpr, UP: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BLOCK_K: tl.constexpr,
     BOXES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x `[N, H, W, K]` with 9 or 1 TAPS (4 or 16 of phases), then sources a and b with 1, if given. See `finish` for the EPILOGUEs."""
+    """x `[N, H, W, K]` with 9 or 1 TAPS (4 or 16 of phases), then sources a and b with TAPS_A, if given. See `finish` for the EPILOGUEs.
+
+    The last REST of the C channels are tensors of their own: their programs come after those of the others.
+    """
     PHASES: tl.constexpr = 4 if UP == "output" else 1
     phase, program = tl.program_id(0) % PHASES, tl.program_id(0) // PHASES
     tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
-    tiles_c: tl.constexpr = (C + BN0 + BN1 - 1) // (BN0 + BN1)
+    FIRST: tl.constexpr = C - REST
+    tiles_first: tl.constexpr = (FIRST + BN0 + BN1 - 1) // (BN0 + BN1)
+    tiles_c: tl.constexpr = tiles_first + (REST + BN0 + BN1 - 1) // (BN0 + BN1)
     c, tile = program % tiles_c * (BN0 + BN1), program // tiles_c
     n, part = tile // (tiles_h * tiles_w) * BI, tile % (tiles_h * tiles_w)
     h, w = part // tiles_w * BH, part % tiles_w * BW
+    own = c  # the channel in its tensor
+    if REST > 0:
+        own = tl.where(program % tiles_c < tiles_first, c, c - tiles_first * (BN0 + BN1))
+        c = tl.where(program % tiles_c < tiles_first, c, FIRST + own)
 
     acc0 = tl.zeros([BN0, BI * BH * BW], tl.float32)
     acc1 = tl.zeros([BN1 if BN1 > 0 else 1, BI * BH * BW], tl.float32)
@@ -45,24 +55,46 @@ def conv_kernel(
     if a is not None:
         acc0, acc1 = accumulate(
             acc0, acc1, a, wa0, wa1, n, h, w, c, phase, N, H, W,
-            KA, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+            KA, C, STRIDE_WA, TAPS_A, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
         )  # fmt: skip
     if b is not None:
         acc0, acc1 = accumulate(
             acc0, acc1, b, wb0, wb1, n, h, w, c, phase, N, H, W,
-            KB, C, STRIDE_WA, 1, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+            KB, C, STRIDE_WA, TAPS_A, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
         )  # fmt: skip
     if a is None:
         factor = scale
     else:  # in quarters it would spill, and without sources it would here
         acc0, acc1, factor = acc0 * scale, acc1 * scale, 1.0
+    if REST > 0 and program % tiles_c >= tiles_first:
+        finish_both(
+            acc0, acc1, rest_y0, rest_y1, None, None, rest_aux0, rest_aux1, rest_act0, rest_act1, m_ptr, dm_ptr,
+            n, h, w, own, part, N, H, W, stride_m, factor, scale_aux, rest_scale_act,
+            REST, EPILOGUE, None, BI, BH, BW, BN0, BN1, BOXES, STAGES, phase, UP,
+        )  # fmt: skip
+    else:
+        finish_both(
+            acc0, acc1, y0, y1, extra0, extra1, aux0, aux1, act0, act1, m_ptr, dm_ptr,
+            n, h, w, own, part, N, H, W, stride_m, factor, scale_aux, scale_act,
+            FIRST, EPILOGUE, CLIP, BI, BH, BW, BN0, BN1, BOXES, STAGES, phase, UP,
+        )  # fmt: skip
+
+
+@triton.jit
+def finish_both(
+    acc0, acc1, y0, y1, extra0, extra1, aux0, aux1, act0, act1, m_ptr, dm_ptr,
+    n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
+    C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BOXES: tl.constexpr,
+    STAGES: tl.constexpr, phase, UP: tl.constexpr,
+):  # fmt: skip
     if BN1 > 0:  # the smaller accumulator first: fewer registers
         finish(
-            acc1, y1, extra1, aux1, act1, m_ptr, dm_ptr, n, h, w, c + BN0, part, N, H, W, stride_m, factor, scale_aux, scale_act,
+            acc1, y1, extra1, aux1, act1, m_ptr, dm_ptr, n, h, w, c + BN0, part, N, H, W, stride_m, scale, scale_aux, scale_act,
             C, EPILOGUE, CLIP, BI, BH, BW, BN1, BOXES, STAGES, phase, UP,
         )  # fmt: skip
     finish(
-        acc0, y0, extra0, aux0, act0, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, factor, scale_aux, scale_act,
+        acc0, y0, extra0, aux0, act0, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
         C, EPILOGUE, CLIP, BI, BH, BW, BN0, BOXES, STAGES, phase, UP,
     )  # fmt: skip
 

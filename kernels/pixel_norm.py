@@ -61,11 +61,14 @@ def pixel_norm_silu_triton(x: Tensor, down: bool) -> tuple[Tensor, Tensor, Tenso
 
 @triton.jit
 def pixel_norm_silu_backward_kernel(
-    gy_ptr, gs_ptr, y_ptr, rms_ptr, dx_ptr,
+    gy_ptr, gs_ptr, y_ptr, rms_ptr, other_ptr, x_ptr, dx_ptr,
     P, width, scale,
-    C: tl.constexpr, DOWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    CLIP: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dx = (g − y · ⟨y,g⟩/C · (rms+ε)/rms) / (rms+ε), spec §1.16, with g = scale·gy + silu′(y)·gs; a quarter to each pixel if DOWN."""
+    """dx = (g − y · ⟨y,g⟩/C · (rms+ε)/rms) / (rms+ε), spec §1.16, with g = scale·gy + silu′(y)·gs; a quarter to each pixel if DOWN.
+
+    To which the gradient `other` of x is added, and all is 0 where |x| ≥ CLIP, if these are given.
+    """
     offs_p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)  # [BLOCK_P]
     offs_c = tl.arange(0, BLOCK_C)[None, :]
     mask = (offs_p[:, None] < P) & (offs_c < C)  # [BLOCK_P, BLOCK_C]
@@ -78,23 +81,34 @@ def pixel_norm_silu_backward_kernel(
     slope = tl.sum(y * g, axis=1) / C / tl.where(rms == 0, 1.0, rms * inv)  # 0 where x = 0
     dx = (g - y * slope[:, None]) * inv[:, None]
     if DOWN:
-        dx = (dx * 0.25).to(dx_ptr.dtype.element_ty)
         for corner in tl.static_range(4):
-            tl.store(dx_ptr + source_pixel(offs_p, width, corner)[:, None] * C + offs_c, dx, mask)
+            offs_x = source_pixel(offs_p, width, corner)[:, None] * C + offs_c
+            add_and_clip(dx * 0.25, other_ptr, x_ptr, dx_ptr, offs_x, mask, CLIP)
     else:
-        tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask)
+        add_and_clip(dx, other_ptr, x_ptr, dx_ptr, offs, mask, CLIP)
+
+
+@triton.jit
+def add_and_clip(dx, other_ptr, x_ptr, dx_ptr, offs, mask, CLIP: tl.constexpr):
+    if other_ptr is not None:
+        dx += tl.load(other_ptr + offs, mask, other=0.0).to(tl.float32)
+    if CLIP is not None:
+        x = tl.load(x_ptr + offs, mask, other=0.0).to(tl.float32)
+        dx = tl.where(tl.abs(x) < CLIP, dx, 0.0)
+    tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask)
 
 
 def pixel_norm_silu_backward_triton(
-    gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool, scale: float = 1.0
+    gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool, scale: float = 1.0,
+    other: Tensor | None = None, x: Tensor | None = None, clip: float | None = None,
 ) -> Tensor:  # fmt: skip
     n, h, w, c = y.shape
     dx = y.new_empty(n, 2 * h, 2 * w, c) if down else torch.empty_like(y)
-    _launch(pixel_norm_silu_backward_kernel, y, down, gy, gs, y, rms, dx, scale=scale)
+    _launch(pixel_norm_silu_backward_kernel, y, down, gy, gs, y, rms, other, x, dx, scale=scale, CLIP=clip)
     return dx
 
 
-def _launch(kernel, half: Tensor, down: bool, *tensors: Tensor, **options: float) -> None:
+def _launch(kernel, half: Tensor, down: bool, *tensors: Tensor | None, **options: float | None) -> None:
     """Over the pixels of `half`, which has the size of the outputs."""
     n, h, w, c = half.shape
     block_c = triton.next_power_of_2(c)
@@ -113,12 +127,12 @@ def _fake(x: Tensor, down: bool) -> tuple[Tensor, Tensor, Tensor]:
     return y, torch.empty_like(y), x.new_empty(y.shape[:3], dtype=torch.float32)
 
 
-def _fake_backward(gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool, scale: float = 1.0) -> Tensor:
+def _fake_backward(gy: Tensor, gs: Tensor, y: Tensor, rms: Tensor, down: bool, *_: Tensor | float | None) -> Tensor:
     n, h, w, c = y.shape
     return y.new_empty(n, 2 * h, 2 * w, c) if down else torch.empty_like(y)
 
 
-def refuses(x: Tensor, *_: Tensor | float) -> str | None:
+def refuses(x: Tensor, *_: Tensor | float | None) -> str | None:
     return f"{x.shape[-1]} channels, the kernel takes {MAX_CHANNELS}" if x.shape[-1] > MAX_CHANNELS else None
 
 

@@ -22,29 +22,29 @@ BLOCK = 4096  # elements per program: 32 per thread, four 16-byte loads in fligh
 
 
 @triton.jit
-def mp_silu_kernel(x_ptr, y_ptr, size, BLOCK: tl.constexpr):
+def mp_silu_kernel(x_ptr, y_ptr, size, scale, BLOCK: tl.constexpr):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, offs < size).to(tl.float32)
-    tl.store(y_ptr + offs, device.mp_silu(x).to(y_ptr.dtype.element_ty), offs < size)
+    tl.store(y_ptr + offs, device.mp_silu(x * scale).to(y_ptr.dtype.element_ty), offs < size)
 
 
-def mp_silu_triton(x: Tensor) -> Tensor:
+def mp_silu_triton(x: Tensor, scale: float = 1.0) -> Tensor:
     y = torch.empty_like(x)
-    launch(mp_silu_kernel, (triton.cdiv(x.numel(), BLOCK),), x, y, x.numel(), BLOCK=BLOCK, num_warps=4)
+    launch(mp_silu_kernel, (triton.cdiv(x.numel(), BLOCK),), x, y, x.numel(), scale, BLOCK=BLOCK, num_warps=4)
     return y
 
 
 @triton.jit
-def mp_silu_backward_kernel(g_ptr, x_ptr, dx_ptr, size, BLOCK: tl.constexpr):
+def mp_silu_backward_kernel(g_ptr, x_ptr, dx_ptr, size, scale, BLOCK: tl.constexpr):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, offs < size).to(tl.float32)
     g = tl.load(g_ptr + offs, offs < size).to(tl.float32)
-    tl.store(dx_ptr + offs, (g * device.mp_silu_grad(x)).to(dx_ptr.dtype.element_ty), offs < size)
+    tl.store(dx_ptr + offs, (g * device.mp_silu_grad(x * scale) * scale).to(dx_ptr.dtype.element_ty), offs < size)
 
 
-def mp_silu_backward_triton(g: Tensor, x: Tensor) -> Tensor:
+def mp_silu_backward_triton(g: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
     dx = torch.empty_like(x)
-    launch(mp_silu_backward_kernel, (triton.cdiv(x.numel(), BLOCK),), g, x, dx, x.numel(), BLOCK=BLOCK, num_warps=4)
+    launch(mp_silu_backward_kernel, (triton.cdiv(x.numel(), BLOCK),), g, x, dx, x.numel(), scale, BLOCK=BLOCK, num_warps=4)
     return dx
 
 
@@ -171,9 +171,9 @@ def _fake_pair(g: Tensor, *_: Tensor | float | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(g), torch.empty_like(g)
 
 
-_mp_silu = register("mp_silu", eager.mp_silu, torch.empty_like, mp_silu_triton)
+_mp_silu = register("mp_silu", eager.mp_silu, lambda x, scale=1.0: torch.empty_like(x), mp_silu_triton)
 _mp_silu_backward = register(
-    "mp_silu_backward", eager.mp_silu_backward, lambda g, x: torch.empty_like(x), mp_silu_backward_triton
+    "mp_silu_backward", eager.mp_silu_backward, lambda g, x, scale=1.0: torch.empty_like(x), mp_silu_backward_triton
 )
 _mp_sum = register("mp_sum", eager.mp_sum, lambda a, *_: torch.empty_like(a), mp_sum_triton)
 _mp_sum_backward = register("mp_sum_backward", eager.mp_sum_backward, _fake_pair, mp_sum_backward_triton)
@@ -188,8 +188,9 @@ _cat_silu_backward = register(
 )
 
 
-def _save_mp_silu(ctx: FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save_mp_silu(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
+    x, ctx.scale = inputs
+    ctx.save_for_backward(x)
 
 
 def _save_mp_sum(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
@@ -206,15 +207,15 @@ def _save_cat_silu(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(a, b)
 
 
-register_derivative(_mp_silu, _save_mp_silu, lambda ctx, g: _mp_silu_backward(g.contiguous(), *ctx.saved_tensors))
+register_derivative(_mp_silu, _save_mp_silu, lambda ctx, g: (_mp_silu_backward(g.contiguous(), *ctx.saved_tensors, ctx.scale), None))
 register_derivative(_mp_sum, _save_mp_sum, _mp_sum_autograd)
 register_derivative(_cat_silu, _save_cat_silu, lambda ctx, g: (*_cat_silu_backward(g.contiguous(), *ctx.saved_tensors, ctx.t), None))
 
 
-def mp_silu(x: Tensor) -> Tensor:
-    """`silu(x) / 0.596`: unit-variance input gives unit mean square. Eq. 81. Any shape."""
+def mp_silu(x: Tensor, scale: float = 1.0) -> Tensor:
+    """`silu(scale·x) / 0.596`: unit-variance scale·x gives unit mean square. Eq. 81. Any shape."""
     check_dense("x", x)
-    return _mp_silu(x)
+    return _mp_silu(x, scale)
 
 
 def mp_sum(a: Tensor, b: Tensor, t: float, clip: float | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -17,18 +18,24 @@ from torch import Tensor
 
 from kernels import eager
 from kernels.jit import is_recording, launch, serves
+from kernels.reference import NO_FACTORS, Factors
 from kernels.rows import Addresses, pointer, row_programs
 from kernels.weight import BLOCK, PreparedWeight, prepare_row, project_row, qkv_row
 
 
 class RawWeight(NamedTuple):
-    """A raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]`, and how it is prepared: see `kernels.mp_weight`."""
+    """A raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]`, and how it is prepared: see `kernels.mp_weight`.
+
+    `padded`: with rows of zeros up to a multiple of 8, so that a kernel writes what it convolves as it is.
+    """
 
     weight: Tensor
     dtype: torch.dtype
     gain: Tensor | None = None
     heads: int = 0
     up: bool = False
+    factors: Factors = NO_FACTORS
+    padded: bool = False
 
 
 class PreparedWeights:
@@ -78,8 +85,10 @@ class PreparedWeights:
 
 def _empty(group: Sequence[RawWeight]) -> PreparedWeight:
     first = group[0]
-    shape = (16 if first.up else first.weight[0, 0].numel(), sum(len(raw.weight) for raw in group), first.weight.shape[1])
-    value = first.weight.new_empty(shape, dtype=first.dtype, requires_grad=False)
+    rows = sum(len(raw.weight) for raw in group)
+    rows = -(-rows // 8) * 8 if first.padded else rows
+    shape = (16 if first.up else first.weight[0, 0].numel(), rows, first.weight.shape[1])
+    value = first.weight.new_zeros(shape, dtype=first.dtype, requires_grad=False)
     master = first.weight.new_zeros([1], requires_grad=False).expand(shape)
     return PreparedWeight(value, master.detach().requires_grad_())
 
@@ -115,8 +124,10 @@ class Member:
 
     @property
     def place(self) -> list[int]:
-        """For `place_of_row`."""
-        return [self.raw.weight.shape[1], len(self.raw.weight), self.prepared.value.shape[1], self.first, self.raw.heads]
+        """For `place_of_row` and `factors_of_row`."""
+        w, (split, *factors) = self.raw.weight, self.raw.factors
+        bits = np.array(factors, np.float32).view(np.int32).tolist()
+        return [w.shape[1], len(w), self.prepared.value.shape[1], self.first, self.raw.heads, split, *bits]
 
     def own_rows(self, x: Tensor) -> Tensor:
         """Of the prepared weight or its gradient `[taps, Cout, Cin]`."""
@@ -170,7 +181,7 @@ class _Class:
 
     def _prepare_eager(self) -> None:
         for m in self.members:
-            value, m.lengths[:] = eager.mp_weight(m.raw.weight, m.raw.gain, m.raw.dtype, m.raw.heads, m.raw.up)
+            value, m.lengths[:] = eager.mp_weight(m.raw.weight, m.raw.gain, m.raw.dtype, m.raw.heads, m.raw.up, *m.raw.factors)
             m.own_rows(m.prepared.value)[:] = value
 
     def project(self) -> None:
@@ -192,7 +203,7 @@ class _Class:
     def _project_eager(self) -> None:
         for m in self.members:
             g = m.own_rows(m.prepared.master.grad)
-            dw, dgain = eager.mp_weight_backward(g, m.raw.weight, m.lengths, m.raw.gain, m.raw.heads)
+            dw, dgain = eager.mp_weight_backward(g, m.raw.weight, m.lengths, m.raw.gain, m.raw.heads, *m.raw.factors)
             m.dw.copy_(dw)
             if m.dgain is not None:
                 m.dgain.copy_(dgain)
@@ -202,6 +213,7 @@ class _Class:
 
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+PLACE = tl.constexpr(8)  # numbers in `Member.place`
 
 
 @triton.jit
@@ -211,8 +223,8 @@ def prepare_kernel(
 ):  # fmt: skip
     tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes, ALIGNED)
     w_ptr, y_ptr = pointer(addresses, tensor * 3, tl.float32), pointer(addresses, tensor * 3 + 1, TYPE)
-    gain = gain_of(addresses, tensor * 3 + 2)
-    length = prepare_row(w_ptr, y_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
+    gain, factors = gain_of(addresses, tensor * 3 + 2), factors_of_row(shapes + PLACE * tensor)
+    length = prepare_row(w_ptr, y_ptr, gain, factors, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
     tl.store(length_ptr + tl.program_id(0), length)
 
 
@@ -224,8 +236,8 @@ def project_kernel(
     tensor, row, row_out, Cin, Cout = row_of_program(programs, shapes, ALIGNED)
     g_ptr, w_ptr = pointer(addresses, tensor * 4, tl.float32), pointer(addresses, tensor * 4 + 1, tl.float32)
     dw_ptr, gain = pointer(addresses, tensor * 4 + 2, tl.float32), gain_of(addresses, tensor * 4 + 3)
-    length = tl.load(length_ptr + tl.program_id(0))
-    share = project_row(g_ptr, w_ptr, dw_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
+    length, factors = tl.load(length_ptr + tl.program_id(0)), factors_of_row(shapes + PLACE * tensor)
+    share = project_row(g_ptr, w_ptr, dw_ptr, length, gain, factors, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
     tl.store(share_ptr + tl.program_id(0), share)
 
 
@@ -233,7 +245,7 @@ def project_kernel(
 def row_of_program(programs, shapes, ALIGNED: tl.constexpr):
     """Tensor and raw row of this program, the row of the prepared weight that it becomes, and that one's Cin and Cout."""
     tensor, row = tl.load(programs + 2 * tl.program_id(0)), tl.load(programs + 2 * tl.program_id(0) + 1)
-    row_out, Cin, Cout = place_of_row(shapes + 5 * tensor, row, ALIGNED)
+    row_out, Cin, Cout = place_of_row(shapes + PLACE * tensor, row, ALIGNED)
     return tensor, row, row_out, Cin, Cout
 
 
@@ -244,6 +256,13 @@ def place_of_row(place, row, ALIGNED: tl.constexpr):
     if ALIGNED:
         Cin = Cin // 8 * 8  # the compiler sees a multiple of 8, without which it masks element by element
     return first + tl.where(heads > 0, qkv_row(row, rows, tl.maximum(heads, 1)), row), Cin, Cout
+
+
+@triton.jit
+def factors_of_row(place):
+    """`reference.Factors`, of which the place holds the bits."""
+    left, right = tl.load(place + 6).to(tl.float32, bitcast=True), tl.load(place + 7).to(tl.float32, bitcast=True)
+    return tl.load(place + 5), left, right
 
 
 @triton.jit

@@ -7,6 +7,7 @@ Improving the Training Dynamics of Diffusion Models" (arXiv 2312.02696).
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,20 +34,44 @@ def inverse_rms(x: Tensor, dim: int | Sequence[int], eps: float = EPS) -> Tensor
     return 1 / (norm / math.sqrt(count) + eps)
 
 
+Branch = Tensor | tuple[Tensor, Tensor]  # the latter where the activated result is asked for
+
+
+class Factors(NamedTuple):
+    """Constants that a weight is multiplied by: `left` of its first `split` input channels, `right` of the others."""
+
+    split: int = 0
+    left: float = 1.0
+    right: float = 1.0
+
+    def columns(self, w: Tensor) -> Tensor:
+        """`[Cin]` of a raw weight `[Cout, Cin, …]`."""
+        return torch.cat([w.new_full([self.split], self.left), w.new_full([w.shape[1] - self.split], self.right)])
+
+
+NO_FACTORS = Factors()
+
+
 def mp_weight(
-    w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0, up: bool = False
+    w: Tensor,
+    gain: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    heads: int = 0,
+    up: bool = False,
+    factors: Factors = NO_FACTORS,
 ) -> Tensor:
     """Raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]` → prepared `[k·k, Cout, Cin]` in `dtype`. Eq. 66.
 
     Each row is normalised, scaled by `gain / sqrt(fan_in)` in fp32 and cast. `gain` is a learned scalar (Eq. 104)
     or None for 1. With `heads`, the rows of a qkv weight move from the checkpoint's order (head, channel, q|k|v)
-    to (head, q|k|v, channel), which `cosine_attention` expects. `up` makes a 3×3 weight `[16, Cout, Cin]`: see `up_weight`.
+    to (head, q|k|v, channel), which `cosine_attention` expects. `up` makes a 3×3 weight `[16, Cout, Cin]`: see `up_weight`. `factors` are
+    multiplied before the cast.
     """
     if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]):
         raise ValueError(f"w: expected [Cout, Cin] or [Cout, Cin, k, k], got {list(w.shape)}")
     rows = w.flatten(2) if w.ndim == 4 else w.unsqueeze(2)  # [Cout, Cin, taps]
     scale = inverse_rms(rows, dim=(1, 2)) / math.sqrt(rows.shape[1] * rows.shape[2])
-    rows = rows * (scale if gain is None else scale * gain)
+    rows = rows * (scale if gain is None else scale * gain) * factors.columns(w)[:, None]
     if heads:
         rows = rows.unflatten(0, (heads, len(rows) // (3 * heads), 3)).transpose(1, 2).flatten(0, 2)
     rows = rows.permute(2, 0, 1)
@@ -66,14 +91,18 @@ def up_weight(w: Tensor) -> Tensor:
     return both.unflatten(1, (2, 2)).unflatten(0, (2, 2)).transpose(1, 2).flatten(0, 3)
 
 
-def linear(x: Tensor, w: Tensor) -> Tensor:
-    """`x @ w[0].T`: x `[..., Cin]`, w `[1, Cout, Cin]` → `[..., Cout]`."""
+def linear(x: Tensor, w: Tensor, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+    """`scale · x @ w[0].T + shift` in `dtype` (x's without one): x `[..., Cin]`, w `[1, Cout, Cin]` → `[..., Cout]`."""
     _check_channels("x", x, w)
-    return F.linear(x, w[0])
+    return (F.linear(x, w[0]) * scale + shift).to(dtype or x.dtype)
 
 
 def conv(x: Tensor, w: Tensor) -> Tensor:
-    """3×3 or 1×1 convolution, stride 1, zero padding: x `[N, H, W, Cin]`, w `[9 or 1, Cout, Cin]` → `[N, H, W, Cout]`."""
+    """3×3 or 1×1 convolution, stride 1, zero padding: x `[N, H, W, Cin]`, w `[9 or 1, Cout, Cin]` → `[N, H, W, Cout]`.
+
+    x may have more channels, of zeros: these have no weight.
+    """
+    x = x[..., : w.shape[2]]
     if w.shape[0] == 1 or x.numel() == 0:  # without pixels all taps are alike
         return linear(x, w[w.shape[0] // 2, None])
     _check_channels("x", x, w)
@@ -124,60 +153,84 @@ def conv_sum(x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | Non
     return mp_sum(residual, conv(x, w), t, clip)
 
 
-def conv_cat_sum(
-    x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cat_t: float, t: float, clip: float | None = None
-) -> Tensor:
-    """`conv_sum` whose residual is the 1×1 convolution `w_skip` `[1, Cout, Ca+Cb]` of the MP-Cat of a and b.
+def conv_cat_sum(x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, clip: float | None = None) -> Tensor:
+    """The convolution of x plus the 1×1 convolution `w_skip` `[1, Cout, Ca+Cb]` of a and b, one after the other, then clip.
 
-    The factors of MP-Cat scale the weight, so that nothing is concatenated.
+    The MP-Sum of an MP-Cat and a residual branch where the weights hold these two's factors: see `joined_factors`.
     """
-    channels = (a.shape[-1], b.shape[-1])
-    scale_a, scale_b = cat_scales(*channels, cat_t)
-    w_a, w_b = w_skip.split(channels, dim=-1)
-    return conv_sum(x, w, conv(a, w_a * scale_a) + conv(b, w_b * scale_b), t, clip)
+    w_a, w_b = w_skip.split((a.shape[-1], b.shape[-1]), dim=-1)
+    y = conv(x, w) + conv(a, w_a) + conv(b, w_b)
+    return y if clip is None else y.clamp(-clip, clip)
+
+
+def joined_factors(channels_a: int, channels_b: int, cat_t: float, t: float) -> tuple[Factors, Factors]:
+    """With these in its weights w and w_skip, `conv_cat_sum` is MP-Sum of w_skip's convolution of MP-Cat, and w's."""
+    scale, scale_conv = sum_scales(t)
+    scale_a, scale_b = cat_scales(channels_a, channels_b, cat_t)
+    return Factors(right=scale_conv), Factors(channels_a, scale * scale_a, scale * scale_b)
 
 
 def residual_branch_norm(
-    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, down: bool = False
-) -> Tensor:
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, down: bool = False,
+    activate: float | None = None,
+) -> Branch:  # fmt: skip
     """`conv_sum` of `conv_silu` behind `pixel_norm_silu` (or `down_…`): a block of the encoder.
 
     The gradient of every `…_branch…` passes its clip: whoever reads the result stops it (`fork`, `clip_x`, `clip_a`).
     """
     x, s = down_pixel_norm_silu(x) if down else pixel_norm_silu(x)
-    return _clip_straight(conv_sum(conv_silu(s, w0, m), w1, x, t), clip)
+    return _branch(conv_sum(conv_silu(s, w0, m), w1, x, t), clip, activate)
+
+
+def residual_branch_norm_fork(
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, down: bool = False,
+    clip_x: float | None = None, activate: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`residual_branch_norm`, and x for another reader."""
+    x, other = fork(x, clip_x)
+    y = residual_branch_norm(x, w0, m, w1, t, clip, down, activate)
+    return (y, other) if activate is None else (*y, other)
 
 
 def residual_branch_silu(
-    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, clip_x: float | None = None
-) -> Tensor:
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, clip_x: float | None = None,
+    s: Tensor | None = None, activate: float | None = None,
+) -> Branch:  # fmt: skip
     """`conv_sum` of x and `conv_silu` of MP-SiLU(x), x's gradient stopped at `clip_x`: a block of the decoder without a skip."""
     x = clip_gradient(x, clip_x)
-    return _clip_straight(conv_sum(conv_silu(mp_silu(x), w0, m), w1, x, t), clip)
+    return _branch(conv_sum(conv_silu(mp_silu(x), w0, m), w1, x, t), clip, activate)
 
 
 def residual_branch_up(
-    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, clip_x: float | None = None
-) -> Tensor:
+    x: Tensor, w0: Tensor, m: Tensor, w1: Tensor, t: float, clip: float | None = None, clip_x: float | None = None,
+    s: Tensor | None = None, activate: float | None = None,
+) -> Branch:  # fmt: skip
     """`residual_branch_silu` behind nearest-neighbour doubling, w0 `[16, Cmid, C]`: a block of the decoder that up-samples."""
     x = clip_gradient(x, clip_x)
-    return _clip_straight(conv_sum(conv_silu_up(mp_silu(x), w0, m), w1, _nearest_2x2(x), t), clip)
+    return _branch(conv_sum(conv_silu_up(mp_silu(x), w0, m), w1, _nearest_2x2(x), t), clip, activate)
 
 
 def residual_branch_cat(
-    a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, cat_t: float, t: float,
-    clip: float | None = None, clip_a: float | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor, b: Tensor, w0: Tensor, m: Tensor, w1: Tensor, w_skip: Tensor, cat_t: float,
+    clip: float | None = None, clip_a: float | None = None, s_a: Tensor | None = None, s_b: Tensor | None = None,
+    activate: float | None = None,
+) -> Branch:  # fmt: skip
     """`conv_cat_sum` of `conv_silu` of `cat_silu`, a's gradient stopped at `clip_a`: a block of the decoder with a skip."""
     a = clip_gradient(a, clip_a)
-    return _clip_straight(conv_cat_sum(conv_silu(cat_silu(a, b, cat_t), w0, m), w1, a, b, w_skip, cat_t, t), clip)
+    return _branch(conv_cat_sum(conv_silu(cat_silu(a, b, cat_t), w0, m), w1, a, b, w_skip), clip, activate)
 
 
 def attention_branch(
-    x: Tensor, w_qkv: Tensor, w_proj: Tensor, heads: int, t: float, clip: float | None = None
-) -> Tensor:  # fmt: skip
+    x: Tensor, w_qkv: Tensor, w_proj: Tensor, heads: int, t: float, clip: float | None = None, activate: float | None = None
+) -> Branch:  # fmt: skip
     """`conv_sum` of x with cosine attention between two 1×1 convolutions of it."""
-    return _clip_straight(conv_sum(cosine_attention(conv(x, w_qkv), heads), w_proj, x, t), clip)
+    return _branch(conv_sum(cosine_attention(conv(x, w_qkv), heads), w_proj, x, t), clip, activate)
+
+
+def _branch(y: Tensor, clip: float | None, activate: float | None) -> Branch:
+    """A branch's result; with `activate` also MP-SiLU(activate·y), as a number only: the gradient is its reader's, who has y."""
+    y = _clip_straight(y, clip)
+    return y if activate is None else (y, mp_silu(y.detach(), activate))
 
 
 def clip_gradient(x: Tensor, clip: float | None) -> Tensor:
@@ -205,16 +258,61 @@ class _StraightClip(torch.autograd.Function):
         return g, None
 
 
-def mp_silu(x: Tensor) -> Tensor:
-    """`silu(x) / 0.596`: unit-variance input gives unit mean square. Eq. 81."""
-    return F.silu(x) * SILU_SCALE
+def mp_fourier(x: Tensor, freqs: Tensor, phases: Tensor) -> Tensor:
+    """`√2·cos(freqs·x + phases)`, Eq. 75: x `[N]`, freqs and phases `[C]` → `[N, C]`."""
+    return (torch.outer(x, freqs) + phases).cos() * math.sqrt(2)
+
+
+def precondition_input(x: Tensor, sigma: Tensor, sigma_data: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x `[N, C, H, W]` at noise levels σ `[N]` → what the network takes: c_in·x in `dtype` `[N, H, W, channels]`, and c_noise `[N]`.
+
+    Eq. 7. After the C channels follow one of ones and zeros up to a multiple of 8.
+    """
+    *_, c_in = noise_scales(sigma, sigma_data)
+    y = F.pad((c_in[:, None, None, None] * x).permute(0, 2, 3, 1), (0, 1), value=1)
+    return F.pad(y, (0, input_channels(x.shape[1]) - y.shape[3])).to(dtype), sigma.log() / 4
+
+
+def precondition_output(f: Tensor, x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """`c_skip·x + c_out·f`, Eq. 5: f `[N, H, W, ≥ C]`, x `[N, C, H, W]`, σ `[N]` → `[N, C, H, W]` in x's type."""
+    c_skip, c_out, _ = (c[:, None, None, None] for c in noise_scales(sigma, sigma_data))
+    return c_skip * x + c_out * f[..., : x.shape[1]].permute(0, 3, 1, 2).to(x.dtype)
+
+
+def uncertainty_loss(denoised: Tensor, images: Tensor, sigma: Tensor, logvar: Tensor, sigma_data: float) -> Tensor:
+    """`λ(σ)/exp(u)·(denoised − images)² + u` for each element, Eq. 14 and 21: images `[N, …]`, σ and u = logvar `[N]`."""
+    sigma, logvar = (x.reshape(-1, *[1] * (images.ndim - 1)) for x in (sigma, logvar))
+    weight = (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2  # λ(σ)
+    return weight / logvar.exp() * (denoised - images) ** 2 + logvar
+
+
+def noise_scales(sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor, Tensor]:
+    """c_skip, c_out and c_in."""
+    total = sigma**2 + sigma_data**2
+    return sigma_data**2 / total, sigma * sigma_data / total.sqrt(), 1 / total.sqrt()
+
+
+def input_channels(channels: int) -> int:
+    """Of what the network takes, for images of `channels`."""
+    return (channels + 8) // 8 * 8
+
+
+def mp_silu(x: Tensor, scale: float = 1.0) -> Tensor:
+    """`silu(scale·x) / 0.596`: unit-variance scale·x gives unit mean square. Eq. 81."""
+    return F.silu(x * scale) * SILU_SCALE
 
 
 def mp_sum(a: Tensor, b: Tensor, t: float, clip: float | None = None) -> Tensor:
     """`((1−t)·a + t·b) / sqrt((1−t)² + t²)`, Eq. 88, clamped to ±clip if given."""
-    scale = 1 / math.hypot(1 - t, t)
-    y = torch.add(a * ((1 - t) * scale), b, alpha=t * scale)
+    scale_a, scale_b = sum_scales(t)
+    y = torch.add(a * scale_a, b, alpha=scale_b)
     return y if clip is None else y.clamp(-clip, clip)
+
+
+def sum_scales(t: float) -> tuple[float, float]:
+    """The two factors of MP-Sum, Eq. 88."""
+    scale = 1 / math.hypot(1 - t, t)
+    return (1 - t) * scale, t * scale
 
 
 def mp_cat(a: Tensor, b: Tensor, t: float) -> Tensor:

@@ -33,7 +33,7 @@ class Addresses:
         """The addresses of `roles`, lists of contiguous tensors of equal length; 0 for None."""
         device = next(x.device for x in roles[0] if x is not None)
         if jit.is_recording():  # fake tensors lie nowhere
-            return torch.zeros(len(roles[0]), len(roles), dtype=torch.int64, device=device)
+            return torch.empty(len(roles[0]), len(roles), dtype=torch.int64, device=device)
         known = [[0 if x is None else x.data_ptr() for x in tensors] for tensors in zip(*roles)]
         if self._table is None or known != self._known:
             self._known = known

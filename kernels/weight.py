@@ -1,7 +1,8 @@
 """Weight preparation: raw fp32 weight → normalised, scaled, cast, laid out `[taps, Cout, Cin]`; and its derivative.
 
 One program per row of a weight `[Cout, Cin, k, k]`, in two passes: the second finds the row in cache. L = Cin·taps is
-the length of a raw row. `kernels.prepared` runs the same row functions over all weights of a network.
+the length of a raw row; `factors` are `reference.Factors`. `kernels.prepared` runs the same row functions over all weights
+of a network.
 """
 
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from kernels import eager
 from kernels.checks import check_floating, check_like
 from kernels.jit import EPS, launch
+from kernels.reference import NO_FACTORS, Factors
 from kernels.registration import register, register_derivative
 
 
@@ -46,10 +48,10 @@ BLOCK = 2048  # elements per iteration: with 4 warps, 16 per thread, so that man
 
 @triton.jit
 def prepare_row(
-    w_ptr, y_ptr, gain, row, row_out, Cin, Cout,
+    w_ptr, y_ptr, gain, factors, row, row_out, Cin, Cout,
     TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """y = gain · w / (‖w‖ + ε·√L), Eq. 66, whose √L cancels against that of the rms. Returns ‖w‖."""
+    """y = factor · gain · w / (‖w‖ + ε·√L), Eq. 66, whose √L cancels against that of the rms. Returns ‖w‖."""
     start = row_offset(row, Cin * TAPS, ALIGNED)
     square = tl.zeros([BLOCK], tl.float32)
     for first in range(0, Cin * TAPS, BLOCK):
@@ -57,13 +59,13 @@ def prepare_row(
         w = tl.load(w_ptr + start + offs, offs < Cin * TAPS, other=0.0)
         square += w * w
     length = tl.sqrt(tl.sum(square, axis=0))
-    lay_out_row(w_ptr, y_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
+    lay_out_row(w_ptr, y_ptr, length, gain, factors, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
     return length
 
 
 @triton.jit
 def lay_out_row(
-    w_ptr, y_ptr, length, gain, row, row_out, Cin, Cout,
+    w_ptr, y_ptr, length, gain, factors, row, row_out, Cin, Cout,
     TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr = False,
 ):  # fmt: skip
     """The second pass of `prepare_row`, for a row of known length ‖w‖. UP: 16 taps of four phases, see `reference.up_weight`."""
@@ -71,6 +73,7 @@ def lay_out_row(
     scale = gain / (length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS)
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_y, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
+        factor = factor_of(first, factors, TAPS, BLOCK)
         if UP:
             offs_c, t = first + tl.arange(0, BLOCK // 16)[:, None], tl.arange(0, 16)[None, :]
             a, b, e, f = t // 8, t // 4 % 2, t // 2 % 2, t % 2  # phases and taps of rows and columns
@@ -82,28 +85,30 @@ def lay_out_row(
                     y += tl.where(part, tl.load(w_ptr + start + offs_c * TAPS + tap, part, other=0.0) * scale, 0.0)
         else:
             y = tl.load(w_ptr + offs_w, mask, other=0.0) * scale
-        tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask)
+        tl.store(y_ptr + offs_y, (y * factor).to(y_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def project_row(
-    g_ptr, w_ptr, dw_ptr, length, gain, row, row_out, Cin, Cout,
+    g_ptr, w_ptr, dw_ptr, length, gain, factors, row, row_out, Cin, Cout,
     TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) with d = ‖w‖ + ε·√L. Returns the row's share ⟨w,g⟩/d of the gain's gradient."""
+    """dw = gain/d · (g − w·⟨w,g⟩/(‖w‖·d)) with d = ‖w‖ + ε·√L and g = factor · dy. Returns the row's share ⟨w,g⟩/d of the
+    gain's gradient."""
     start = row_offset(row, Cin * TAPS, ALIGNED)
     product = tl.zeros([BLOCK // taps_block(TAPS), taps_block(TAPS)], tl.float32)
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_g, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
         w = tl.load(w_ptr + offs_w, mask, other=0.0)
-        product += w * load_taps(g_ptr, offs_g, first, row_out, Cin, Cout, mask, ALIGNED, BLOCK, UP)
+        g = load_taps(g_ptr, offs_g, first, row_out, Cin, Cout, mask, ALIGNED, BLOCK, UP)
+        product += w * g * factor_of(first, factors, TAPS, BLOCK)
     dot = tl.sum(tl.sum(product, axis=1), axis=0)
     d = length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS
     slope = dot / tl.where(length == 0, 1.0, length * d)  # ⟨w,g⟩ = 0 where w = 0
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_g, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
         w = tl.load(w_ptr + offs_w, mask, other=0.0)
-        g = load_taps(g_ptr, offs_g, first, row_out, Cin, Cout, mask, ALIGNED, BLOCK, UP)
+        g = load_taps(g_ptr, offs_g, first, row_out, Cin, Cout, mask, ALIGNED, BLOCK, UP) * factor_of(first, factors, TAPS, BLOCK)
         tl.store(dw_ptr + offs_w, (g - w * slope) * (gain / d), mask)
     return dot / d
 
@@ -124,6 +129,14 @@ def load_taps(
         return g
     else:
         return tl.load(g_ptr + offs, mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def factor_of(first, factors, TAPS: tl.constexpr, BLOCK: tl.constexpr):
+    """That of each channel from `first`. Counted from there: `project_kernel` of 9 taps then keeps its 128 registers, not 144."""
+    split, left, right = factors
+    offs_c = tl.arange(0, BLOCK // taps_block(TAPS))[:, None]  # [channels, 1]
+    return tl.where(offs_c < split - first, left, right)
 
 
 @triton.jit
@@ -161,46 +174,50 @@ def qkv_row(row, Cout, heads):
     return row // (3 * depth) * (3 * depth) + row % 3 * depth + row // 3 % depth
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["split"])
 def mp_weight_kernel(
-    w_ptr, gain_ptr, y_ptr, length_ptr, Cin, Cout,
+    w_ptr, gain_ptr, y_ptr, length_ptr, Cin, Cout, split, left, right,
     HEADS: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     gain = 1.0 if gain_ptr is None else tl.load(gain_ptr)
     row_out = qkv_row(row, Cout, HEADS) if HEADS else row
-    tl.store(length_ptr + row, prepare_row(w_ptr, y_ptr, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP))
+    factors = (split, left, right)
+    length = prepare_row(w_ptr, y_ptr, gain, factors, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
+    tl.store(length_ptr + row, length)
 
 
-def mp_weight_triton(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int, up: bool) -> tuple[Tensor, Tensor]:
+def mp_weight_triton(
+    w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int, up: bool, *factors: float
+) -> tuple[Tensor, Tensor]:
     cout, cin = w.shape[:2]
     taps = w.shape[2:].numel()
     y, length = w.new_empty(16 if up else taps, cout, cin, dtype=dtype), w.new_empty(cout)
-    args = (w.contiguous(), gain, y, length, cin, cout)
+    args = (w.contiguous(), gain, y, length, cin, cout, *factors)
     launch(mp_weight_kernel, (cout,), *args, HEADS=heads, TAPS=taps, ALIGNED=cin % 8 == 0, BLOCK=BLOCK, UP=up, num_warps=4)
     return y, length
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["split"])
 def mp_weight_backward_kernel(
-    g_ptr, w_ptr, length_ptr, gain_ptr, dw_ptr, share_ptr, Cin, Cout,
+    g_ptr, w_ptr, length_ptr, gain_ptr, dw_ptr, share_ptr, Cin, Cout, split, left, right,
     HEADS: tl.constexpr, TAPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     gain = 1.0 if gain_ptr is None else tl.load(gain_ptr)
     row_out = qkv_row(row, Cout, HEADS) if HEADS else row
-    length = tl.load(length_ptr + row)
-    share = project_row(g_ptr, w_ptr, dw_ptr, length, gain, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
+    length, factors = tl.load(length_ptr + row), (split, left, right)
+    share = project_row(g_ptr, w_ptr, dw_ptr, length, gain, factors, row, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK, UP)
     tl.store(share_ptr + row, share)
 
 
 def mp_weight_backward_triton(
-    g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int
+    g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int, *factors: float
 ) -> tuple[Tensor, Tensor]:
     cout, cin = w.shape[:2]
     w, shares = w.contiguous(), w.new_empty(cout)
     dw = torch.empty_like(w)
-    args = (g.contiguous(), w, length, gain, dw, shares, cin, cout)
+    args = (g.contiguous(), w, length, gain, dw, shares, cin, cout, *factors)
     constants = dict(HEADS=heads, TAPS=w.shape[2:].numel(), ALIGNED=cin % 8 == 0, BLOCK=BLOCK, UP=g.shape[0] == 16)
     launch(mp_weight_backward_kernel, (cout,), *args, **constants, num_warps=4)
     return dw, w.new_empty([0]) if gain is None else shares.sum().reshape(gain.shape)
@@ -214,11 +231,13 @@ def _refuses(*args: Tensor | int | torch.dtype | None) -> str | None:
     return None if taps in (1, 9) else f"{taps} taps, the kernel takes 1 and 9"
 
 
-def _fake(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int, up: bool) -> tuple[Tensor, Tensor]:
+def _fake(w: Tensor, gain: Tensor | None, dtype: torch.dtype, heads: int, up: bool, *factors: float) -> tuple[Tensor, Tensor]:
     return w.new_empty(16 if up else w.shape[2:].numel(), *w.shape[:2], dtype=dtype), w.new_empty(w.shape[0], dtype=eager.wide(w.dtype))
 
 
-def _fake_backward(g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+def _fake_backward(
+    g: Tensor, w: Tensor, length: Tensor, gain: Tensor | None, heads: int, *factors: float
+) -> tuple[Tensor, Tensor]:
     return w.new_empty(w.shape), w.new_empty([0] if gain is None else gain.shape)
 
 
@@ -229,30 +248,35 @@ _mp_weight_backward = register(
 
 
 def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    w, gain, _, ctx.heads, _ = inputs
+    w, gain, _, ctx.heads, _, *ctx.factors = inputs
     ctx.save_for_backward(w, output[1], gain)
 
 
-def _autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+def _autograd(ctx: FunctionCtx, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if g is None:
-        return None, None, None, None, None
+        return (None,) * 8
     w, length, gain = ctx.saved_tensors
-    dw, dgain = _mp_weight_backward(g, w, length, gain, ctx.heads)
-    return dw, None if gain is None else dgain, None, None, None
+    dw, dgain = _mp_weight_backward(g, w, length, gain, ctx.heads, *ctx.factors)
+    return dw, None if gain is None else dgain, *(None,) * 6
 
 
 register_derivative(_mp_weight, _save, _autograd)
 
 
 def mp_weight(
-    w: Tensor, gain: Tensor | None = None, dtype: torch.dtype = torch.float32, heads: int = 0, up: bool = False
+    w: Tensor,
+    gain: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    heads: int = 0,
+    up: bool = False,
+    factors: Factors = NO_FACTORS,
 ) -> Tensor:
     """Raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]` → prepared `[k·k, Cout, Cin]` in `dtype`. Eq. 66.
 
     Each row is normalised, scaled by `gain / sqrt(fan_in)` in fp32 and cast. `gain` is a learned scalar (Eq. 104)
     or None for 1. With `heads`, the rows of a qkv weight move from the checkpoint's order (head, channel, q|k|v)
     to (head, q|k|v, channel), which `cosine_attention` expects. `up` makes of a 3×3 weight the sums `[16, Cout, Cin]` that
-    convolve behind an up-sampling: see `conv_silu_up`.
+    convolve behind an up-sampling: see `conv_silu_up`. `factors` are multiplied before the cast.
     """
     if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]) or 0 in w.shape[1:]:
         raise ValueError(f"w: expected [Cout, Cin] or [Cout, Cin, k, k], got {list(w.shape)}")
@@ -266,4 +290,6 @@ def mp_weight(
         check_like("gain", gain, "w", w)
     if heads and w.shape[0] % (3 * heads):
         raise ValueError(f"w: {w.shape[0]} rows are not a multiple of 3 × {heads} heads")
-    return _mp_weight(w, gain, dtype, heads, up)[0]
+    if not 0 <= factors.split <= w.shape[1]:
+        raise ValueError(f"factors: expected a split of 0 to {w.shape[1]} input channels, got {factors.split}")
+    return _mp_weight(w, gain, dtype, heads, up, *factors)[0]

@@ -7,24 +7,33 @@ Behind an up-sampling, of whose result x is every fourth pixel, there are 16 tap
 of g four. The product is transposed, xᵀ · g shifted the other way: the left operand, then x, must not be shifted.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels import conv_tiles, library
-from kernels.conv_tiles import WgradTile
+from kernels.conv_tiles import Row, WgradTile
 from kernels.jit import capability, descriptor, launch
 from kernels.pixels import load_pixels
 from kernels.sums import Sums, sum_parts
+
+PRODUCTS = 3  # of a launch
 
 
 @triton.jit(do_not_specialize=["N", "H", "W", "steps"])  # one binary for all sizes
 def wgrad_kernel(
     g0, g1, x0, x1, dw00, dw01, dw10, dw11,
-    N, H, W, steps, scale,
-    C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr,
-    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
+    g0_2, g1_2, x0_2, x1_2, dw00_2, dw01_2, dw10_2, dw11_2,
+    g0_3, g1_3, x0_3, x1_3, dw00_3, dw01_3, dw10_3, dw11_3,
+    N, H, W, steps, scale, scale_2, scale_3,
+    C: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr,
+    C_2: tl.constexpr, K_2: tl.constexpr, STRIDE_2: tl.constexpr,
+    C_3: tl.constexpr, K_3: tl.constexpr, STRIDE_3: tl.constexpr,
+    TAPS: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
     BM0: tl.constexpr, BM1: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr,
     BOXES: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
@@ -32,13 +41,66 @@ def wgrad_kernel(
 
     16 TAPS: what is called g is x, and x is g `[N, 2H, 2W, K]`; dw `[splits, TAPS, K, C]`.
     A program takes `steps` boxes. FLAT: they are consecutive pixels, and g is reached by a descriptor of `[N·H·W, C]`.
+    If C_2 and C_3 are not 0, programs beside these compute a second and a third gradient over the same pixels.
     """
-    tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
-    tiles_c: tl.constexpr = (C + BM0 + BM1 - 1) // (BM0 + BM1)
-    tiles_k: tl.constexpr = (K + BN0 + BN1 - 1) // (BN0 + BN1)
+    BM: tl.constexpr = BM0 + BM1
+    BN: tl.constexpr = BN0 + BN1
+    tiles_k: tl.constexpr = (K + BN - 1) // BN
+    tiles_k2: tl.constexpr = (K_2 + BN - 1) // BN
+    tiles_k3: tl.constexpr = (K_3 + BN - 1) // BN
+    start_2: tl.constexpr = (C + BM - 1) // BM * tiles_k
+    start_3: tl.constexpr = start_2 + (C_2 + BM - 1) // BM * tiles_k2
+    tiles: tl.constexpr = start_3 + (C_3 + BM - 1) // BM * tiles_k3
     tap, tile = tl.program_id(0) % TAPS, tl.program_id(0) // TAPS
-    k, c = tile % tiles_k * (BN0 + BN1), tile // tiles_k % tiles_c * (BM0 + BM1)
-    split = tile // (tiles_k * tiles_c)
+    split, tile = tile // tiles, tile % tiles
+    c, k = tile // tiles_k * BM, tile % tiles_k * BN
+    if C_2 > 0:
+        if tile >= start_2:
+            c, k = (tile - start_2) // tiles_k2 * BM, (tile - start_2) % tiles_k2 * BN
+    if C_3 > 0:
+        if tile >= start_3:
+            c, k = (tile - start_3) // tiles_k3 * BM, (tile - start_3) % tiles_k3 * BN
+    if BOXES:  # one loop: descriptors of one form are chosen like numbers
+        if C_2 > 0:
+            if tile >= start_2:
+                g0, g1, x0, x1, scale = g0_2, g1_2, x0_2, x1_2, scale_2
+                dw00, dw01, dw10, dw11 = dw00_2, dw01_2, dw10_2, dw11_2
+        if C_3 > 0:
+            if tile >= start_3:
+                g0, g1, x0, x1, scale = g0_3, g1_3, x0_3, x1_3, scale_3
+                dw00, dw01, dw10, dw11 = dw00_3, dw01_3, dw10_3, dw11_3
+        weight_tile(
+            g0, g1, x0, x1, dw00, dw01, dw10, dw11, tap, c, k, split, N, H, W, steps, scale,
+            C, K, TAPS, STRIDE, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
+        )  # fmt: skip
+    elif C_3 > 0 and tile >= start_3:
+        weight_tile(
+            g0_3, g1_3, x0_3, x1_3, dw00_3, dw01_3, dw10_3, dw11_3, tap, c, k, split, N, H, W, steps, scale_3,
+            C_3, K_3, TAPS, STRIDE_3, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
+        )  # fmt: skip
+    elif C_2 > 0 and tile >= start_2:
+        weight_tile(
+            g0_2, g1_2, x0_2, x1_2, dw00_2, dw01_2, dw10_2, dw11_2, tap, c, k, split, N, H, W, steps, scale_2,
+            C_2, K_2, TAPS, STRIDE_2, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
+        )  # fmt: skip
+    else:
+        weight_tile(
+            g0, g1, x0, x1, dw00, dw01, dw10, dw11, tap, c, k, split, N, H, W, steps, scale,
+            C, K, TAPS, STRIDE, BI, BH, BW, BM0, BM1, BN0, BN1, BOXES, FLAT,
+        )  # fmt: skip
+
+
+@triton.jit
+def weight_tile(
+    g0, g1, x0, x1, dw00, dw01, dw10, dw11, tap, c, k, split,
+    N, H, W, steps, scale,
+    C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr,
+    BM0: tl.constexpr, BM1: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr,
+    BOXES: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """For `wgrad_kernel`: of one tap, the channels from c and k, summed over the boxes of one split."""
+    tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
     UP: tl.constexpr = TAPS == 16
     if UP:
         dh, dw = 1 - tap // 8 - tap // 2 % 2, 1 - tap // 4 % 2 - tap % 2
@@ -114,55 +176,120 @@ def store_tile(
         tl.store(dw + offs, value, (offs_c < C) & (offs_k < K))
 
 
-def weight_gradient(
-    g: Tensor,
-    x: Tensor,
-    taps: int,
-    scale: float = 1.0,
-    out: Tensor | None = None,
-    tile: WgradTile | None = None,
-    sums: Sums | None = None,
-) -> Tensor:
-    """scale · dw, fp32 `[taps, C, K]`, of a convolution with 9 or 1 taps: g `[N, H, W, C]`, x `[N, H, W, K]`.
+class Product(NamedTuple):
+    """Of g `[N, H, W, C]` and x `[N, H, W, K]`: scale · dw of a convolution's weight. With 16 taps g is `[N, 2H, 2W, C]`."""
 
-    Into `out`, if given: `[taps, C, K]`, whose rows may lie apart. With `sums`, it is there when these have run.
-    With 16 taps g is `[N, 2H, 2W, C]`.
+    g: Tensor
+    x: Tensor
+    scale: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.g.shape[3], self.x.shape[3]
+
+
+def weight_gradient(
+    g: Tensor, x: Tensor, taps: int, scale: float = 1.0, tile: WgradTile | None = None, sums: Sums | None = None
+) -> Tensor:
+    """scale · dw, fp32 `[taps, C, K]`, of a convolution with 9, 1 or 16 taps. With `sums`, it is there when these have run."""
+    return weight_gradients([[Product(g, x, scale)]], taps, tile, sums)[0]
+
+
+def weight_gradients(
+    weights: Sequence[Sequence[Product]], taps: int, tile: WgradTile | None = None, sums: Sums | None = None
+) -> list[Tensor]:
+    """`weight_gradient` of several over as many pixels: `[taps, C, ΣK]` of the products of each, side by side.
+
+    Three products together take one launch, if the lists of tiles have one for all weights.
     """
-    (n, height, width, depth), channels, up = x.shape, g.shape[3], taps == 16
-    left, right = (x, g) if up else (g, x)
-    row = conv_tiles.row(capability(x), "weight gradient", taps, height, width, right.shape[3], left.shape[3])
-    if tile is None and not up and row in conv_tiles.LIBRARY:
-        dw = library.weight_gradient(g, x, taps).float() * scale
-        return dw.contiguous() if out is None else out.copy_(dw)
-    dw = g.new_empty(taps, channels, depth, dtype=torch.float32) if out is None else out
-    if x.numel() == 0:
-        return dw.zero_()
-    tile = tile or conv_tiles.wgrad(row)
+    groups = [weights] if _together(weights, taps) else [[products] for products in weights]
+    return [dw for group in groups for dw in joint_gradients(group, taps, tile, sums)]
+
+
+def joint_gradients(
+    weights: Sequence[Sequence[Product]], taps: int, tile: WgradTile | None = None, sums: Sums | None = None
+) -> list[Tensor]:
+    """Of weights in one launch, by the tile that the first one's row of the table names, or by the library."""
+    dws = [products[0].g.new_empty(taps, products[0].shape[0], _depth(products), dtype=torch.float32) for products in weights]
+    if _by_kernel(weights[0], taps, tile):
+        _launch(weights, dws, taps, tile or conv_tiles.wgrad(_row(weights[0], taps)), sums)
+    else:
+        for product, out in zip(weights[0], _parts(weights[0], dws[0])):
+            torch.mul(library.weight_gradient(product.g, product.x, taps).float(), product.scale, out=out)
+    return dws
+
+
+def _together(weights: Sequence[Sequence[Product]], taps: int) -> bool:
+    """By the lists alone: rows that were measured must not part what is quicker in one launch."""
+    tiles = {conv_tiles.listed_wgrad(_row(products, taps)) for products in weights}
+    return len(tiles) == 1 and all(_by_kernel(products, taps) for products in weights)
+
+
+def _depth(products: Sequence[Product]) -> int:
+    return sum(product.shape[1] for product in products)
+
+
+def _parts(products: Sequence[Product], dw: Tensor) -> Sequence[Tensor]:
+    """Of each product."""
+    return dw.split([product.shape[1] for product in products], dim=2)
+
+
+def _by_kernel(products: Sequence[Product], taps: int, tile: WgradTile | None = None) -> bool:
+    """Not by the library, where the table of tiles says so and no tile is given."""
+    x = products[0].x
+    if conv_tiles.library(x.element_size()) or x.numel() == 0:
+        return False
+    whole = _row(products, taps)._replace(depth=_depth(products))
+    return tile is not None or taps == 16 or whole not in conv_tiles.LIBRARY
+
+
+def _row(products: Sequence[Product], taps: int) -> Row:
+    """Of the first product, since no tile reaches into another. With 16 taps it is transposed."""
+    x, (channels, depth) = products[0].x, products[0].shape
+    sizes = (channels, depth) if taps == 16 else (depth, channels)
+    return conv_tiles.row(capability(x), "weight gradient", taps, *x.shape[1:3], *sizes)
+
+
+def _launch(weights: Sequence[Sequence[Product]], dws: Sequence[Tensor], taps: int, tile: WgradTile, sums: Sums | None) -> None:
+    (n, height, width, _), up = weights[0][0].x.shape, taps == 16
     (bi, bh, bw), flat = tile.box(height, width)
+    products = [x for products in weights for x in products]
+    forms = [x.shape[::-1] if up else x.shape for x in products]
     steps = triton.cdiv(n, bi) * triton.cdiv(height, bh) * triton.cdiv(width, bw)
-    tiles = taps * triton.cdiv(left.shape[3], sum(tile.rows)) * triton.cdiv(right.shape[3], sum(tile.columns))
+    tiles = taps * sum(triton.cdiv(c, sum(tile.rows)) * triton.cdiv(k, sum(tile.columns)) for c, k in forms)
     per_split = triton.cdiv(steps, conv_tiles.splits(tile, tiles, steps))
     splits = triton.cdiv(steps, per_split)
-    parts = dw if splits == 1 else dw.new_empty(splits * taps, channels, depth)
+    wholes = dws if splits == 1 else [dw.new_empty(splits * taps, *dw.shape[1:]) for dw in dws]
+    parts = [part for products, whole in zip(weights, wholes) for part in _parts(products, whole)]
 
-    def sources(tensor: Tensor, sizes: tuple[int, int], *block: int) -> list:
-        return [descriptor(tensor, *block, size) if size else None for size in sizes] if tile.boxes else [tensor, tensor]
+    def operand(x: Tensor, sizes: tuple[int, int], *block: int) -> list:
+        return [descriptor(x, *block, size) if size else None for size in sizes] if tile.boxes else [x, x]
 
-    lefts = sources(left.flatten(0, 2), tile.rows, bi * bh * bw) if flat else sources(left, tile.rows, bi, bh, bw)
-    rights = sources(by_rows(right), tile.columns, bi, bh, 1, bw) if up and tile.boxes else sources(right, tile.columns, bi, bh, bw)
-    blocks = [(1, k, m) if up else (1, m, k) for m in tile.rows for k in tile.columns]
-    outputs = [descriptor(parts, *block) if 0 not in block else None for block in blocks] if tile.boxes else [parts] * 4
+    def arguments(product: Product, part: Tensor) -> list:
+        left, right = (product.x, product.g) if up else product[:2]
+        lefts = operand(left.flatten(0, 2), tile.rows, bi * bh * bw) if flat else operand(left, tile.rows, bi, bh, bw)
+        doubled = up and tile.boxes
+        rights = operand(by_rows(right), tile.columns, bi, bh, 1, bw) if doubled else operand(right, tile.columns, bi, bh, bw)
+        blocks = [(1, k, m) if up else (1, m, k) for m in tile.rows for k in tile.columns]
+        outputs = [descriptor(part, *block) if 0 not in block else None for block in blocks] if tile.boxes else [part] * 4
+        return [*lefts, *rights, *outputs]
+
+    missing = PRODUCTS - len(products)
+    tensors = [x for pair in zip(products, parts) for x in arguments(*pair)]
+    constants = {"TAPS": taps, "BI": bi, "BH": bh, "BW": bw, "BOXES": tile.boxes, "FLAT": flat}
+    for i, ((c, k), stride) in enumerate(zip([*forms, *[(0, 0)] * missing], [*(x.stride(1) for x in parts), *[0] * missing]), 1):
+        suffix = "" if i == 1 else f"_{i}"
+        constants |= {f"C{suffix}": c, f"K{suffix}": k, f"STRIDE{suffix}": 0 if tile.boxes else stride}
     launch(
-        wgrad_kernel, (tiles * splits,), *lefts, *rights, *outputs, n, height, width, per_split, scale,
-        C=left.shape[3], K=right.shape[3], TAPS=taps, STRIDE=0 if tile.boxes else parts.stride(1), BI=bi, BH=bh, BW=bw,
+        wgrad_kernel, (tiles * splits,), *tensors, *[None] * (8 * missing), n, height, width, per_split,
+        *(x.scale for x in products), *[1.0] * missing, **constants,
         BM0=tile.rows[0], BM1=tile.rows[1], BN0=tile.columns[0], BN1=tile.columns[1],
-        BOXES=tile.boxes, FLAT=flat, num_warps=tile.warps, num_stages=tile.stages,
-        flops=2 * n * height * width * taps * channels * depth,
+        num_warps=tile.warps, num_stages=tile.stages, flops=2 * n * height * width * taps * sum(c * k for c, k in forms),
     )  # fmt: skip
     if splits > 1:
         add = sum_parts if sums is None else sums.add
-        add(*(parts.view(1, splits, -1), dw.view(1, -1)) if dw.is_contiguous() else (parts.transpose(0, 1), dw[0]))
-    return dw
+        for whole, dw in zip(wholes, dws):
+            add(whole.view(1, splits, -1), dw.view(1, -1))
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.jit import INTERPRET
+from kernels.reference import Factors
 from kernels.registration import on_triton
 from tests.conftest import relative_error
 from tests.tolerances import limit
@@ -20,12 +21,13 @@ BAD = [float("nan"), float("inf"), -float("inf")]
 
 @dataclass
 class Case:
-    """A call of the op: shapes of the inputs and keyword arguments. `scale` multiplies one input, by index."""
+    """A call of the op: shapes of the inputs and keyword arguments. `scale` multiplies one input, by index; others are `positive`."""
 
     op: str
     shapes: list[tuple[int, ...]]
     kwargs: dict = field(default_factory=dict)
     scale: dict[int, float] = field(default_factory=dict)
+    positive: tuple[int, ...] = ()
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
         """Fresh leaves. A prepared weight (the shapes of three axes) gets unit-norm rows."""
@@ -35,6 +37,8 @@ class Case:
             if x.ndim == 3:
                 x /= max(x.shape[0] * x.shape[2], 1) ** 0.5
             x *= self.scale.get(i, 1)
+            if i in self.positive:
+                x.abs_().add_(0.1)
         return [x.to(device, dtype).requires_grad_() for x in values]
 
     def run(self, module: ModuleType, inputs: list[Tensor], bad: tuple[int, int, float] | None = None) -> list[Tensor]:
@@ -52,7 +56,7 @@ class Case:
 
     def outputs(self, module: ModuleType, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         kwargs = self.kwargs
-        if self.op == "mp_weight":
+        if self.op in ("mp_weight", "precondition_input"):
             kwargs = {"dtype": inputs[0].dtype, **kwargs}
         y = getattr(module, self.op)(*inputs, **kwargs)
         return y if isinstance(y, tuple) else (y,)
@@ -108,15 +112,31 @@ CASES = {
     "mp_weight heads": Case("mp_weight", [(2 * 2 * 3, 8, 1, 1)], {"heads": 2}),
     "mp_weight up": Case("mp_weight", [(5, 40, 3, 3)], {"up": True}),
     "mp_weight up gain": Case("mp_weight", [(3, 7, 3, 3), ()], {"up": True}),
+    "mp_weight factors": Case("mp_weight", [(6, 40, 3, 3)], {"factors": Factors(13, 0.5, 2.0)}),
+    "mp_weight 1x1 gain factors": Case("mp_weight", [(8, 40, 1, 1), ()], {"factors": Factors(24, 1.5, -0.25)}),
+    "mp_weight heads factor": Case("mp_weight", [(2 * 2 * 3, 7, 1, 1)], {"heads": 2, "factors": Factors(right=0.4)}),
+    "mp_weight up factors": Case("mp_weight", [(5, 24, 3, 3)], {"up": True, "factors": Factors(3, 0.7, 1.3)}),
     "mp_weight small": Case("mp_weight", [(5, 8, 3, 3)], {}, {0: 1e-4}),
     "linear": Case("linear", [(5, 8), (1, 40, 8)]),
+    "linear scaled": Case("linear", [(3, 8), (1, 5, 8)], {"scale": 3.0, "shift": 1.0}),
+    "precondition_input": Case("precondition_input", [(3, 4, 5, 3), (3,)], {"sigma_data": 0.5}, positive=(1,)),
+    "precondition_input wide": Case("precondition_input", [(2, 9, 20, 16), (2,)], {"sigma_data": 0.7}, positive=(1,)),
+    "precondition_output": Case("precondition_output", [(3, 5, 3, 8), (3, 4, 5, 3), (3,)], {"sigma_data": 0.5}, positive=(2,)),
+    "precondition_output wide": Case("precondition_output", [(2, 20, 16, 9), (2, 9, 20, 16), (2,)], {"sigma_data": 0.7}, positive=(2,)),
+    "uncertainty_loss": Case("uncertainty_loss", [(3, 4, 5, 3), (3, 4, 5, 3), (3,), (3,)], {"sigma_data": 0.5}, positive=(2,)),
+    "uncertainty_loss long": Case(
+        "uncertainty_loss", [(2, 3, 37, 40), (2, 3, 37, 40), (2,), (2,)], {"sigma_data": 0.7}, {0: 0.1, 1: 0.1}, (2,)
+    ),
     "conv 3x3": Case("conv", [(2, 5, 3, 8), (9, 40, 8)]),
     "conv one channel": Case("conv", [(1, 5, 3, 1), (9, 1, 1)]),
+    "conv more channels": Case("conv", [(2, 4, 3, 24), (9, 8, 13)]),
     "conv 1x1": Case("conv", [(1, 3, 5, 40), (1, 8, 40)]),
     "conv_silu": Case("conv_silu", [(3, 5, 3, 8), (9, 40, 8), (3, 40)]),
     "conv_silu one image": Case("conv_silu", [(1, 1, 1, 8), (1, 8, 8), (1, 8)]),
     "conv_silu_up": Case("conv_silu_up", [(2, 5, 3, 16), (16, 24, 16), (2, 24)]),
     "conv_silu_up one image": Case("conv_silu_up", [(1, 1, 1, 8), (16, 8, 8), (1, 8)]),
+    "mp_fourier": Case("mp_fourier", [(3,), (40,), (40,)]),
+    "mp_fourier long": Case("mp_fourier", [(2,), (300,), (300,)], {}, {1: 6.0}),
     "mp_silu": Case("mp_silu", [(3, 5, 3, 8)]),
     "mp_silu vector": Case("mp_silu", [(3, 40)], {}, {0: 20}),
     "mp_sum": Case("mp_sum", [(3, 8), (3, 8)], {"t": 0.3, "clip": 0.5}),
@@ -129,29 +149,38 @@ CASES = {
     "conv_sum clip": Case("conv_sum", [(1, 5, 3, 8), (9, 40, 8), (1, 5, 3, 40)], {"t": 0.3, "clip": 0.5}),
     "conv_sum 1x1": Case("conv_sum", [(2, 3, 5, 40), (1, 8, 40), (2, 3, 5, 8)], {"t": 0.5, "clip": 0.5}),
     "conv_cat_sum": Case(
-        "conv_cat_sum", [(2, 5, 3, 40), (9, 8, 40), (2, 5, 3, 8), (2, 5, 3, 40), (1, 8, 48)], {"cat_t": 0.4, "t": 0.3}
+        "conv_cat_sum", [(2, 5, 3, 40), (9, 8, 40), (2, 5, 3, 8), (2, 5, 3, 40), (1, 8, 48)]
     ),
     "conv_cat_sum clip": Case(
         "conv_cat_sum",
         [(1, 3, 3, 8), (9, 40, 8), (1, 3, 3, 8), (1, 3, 3, 8), (1, 40, 16)],
-        {"cat_t": 0.5, "t": 0.3, "clip": 0.5},
+        {"clip": 0.5},
     ),
     "fork": Case("fork", [(2, 3, 5, 8)], {"clip": 0.5}),
     "fork one": Case("fork", [(3, 5)], {"clip": 0.5, "readers": 1}),
     "fork three": Case("fork", [(3, 5)], {"clip": 0.5, "readers": 3}),
     "residual_branch_norm": Case("residual_branch_norm", [(2, 5, 3, 8), (9, 40, 8), (2, 40), (9, 8, 40)], {"t": 0.3}),
+    "residual_branch_norm_fork": Case(
+        "residual_branch_norm_fork", [(2, 5, 3, 8), (9, 40, 8), (2, 40), (9, 8, 40)], {"t": 0.3, "clip_x": 0.9}
+    ),
+    "residual_branch_norm_fork down": Case(
+        "residual_branch_norm_fork", [(3, 4, 8, 16), (9, 24, 16), (3, 24), (1, 16, 24)], {"t": 0.4, "clip": 0.5, "down": True}
+    ),
+    "residual_branch_norm_fork down clip": Case(
+        "residual_branch_norm_fork", [(1, 4, 2, 16), (1, 8, 16), (1, 8), (1, 16, 8)], {"t": 0.4, "down": True, "clip_x": 0.8}
+    ),
     "residual_branch_norm down clip": Case(
         "residual_branch_norm", [(3, 4, 8, 16), (9, 24, 16), (3, 24), (1, 16, 24)], {"t": 0.4, "clip": 0.5, "down": True}
     ),
     "residual_branch_cat": Case(
         "residual_branch_cat",
         [(1, 3, 5, 8), (1, 3, 5, 16), (9, 16, 24), (1, 16), (9, 40, 16), (1, 40, 24)],
-        {"cat_t": 0.4, "t": 0.3, "clip": 0.5, "clip_a": 0.7},
+        {"cat_t": 0.4, "clip": 0.5, "clip_a": 0.7},
     ),
     "residual_branch_cat no clip": Case(
         "residual_branch_cat",
         [(2, 4, 4, 16), (2, 4, 4, 8), (1, 8, 24), (2, 8), (1, 16, 8), (1, 16, 24)],
-        {"cat_t": 0.5, "t": 0.3},
+        {"cat_t": 0.5},
     ),
     "residual_branch_silu": Case("residual_branch_silu", [(2, 5, 3, 16), (9, 8, 16), (2, 8), (9, 16, 8)], {"t": 0.3}),
     "residual_branch_silu clip": Case(

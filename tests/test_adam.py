@@ -12,6 +12,7 @@ from edm2.network import MPConv
 from kernels.adam import AdamPass
 from kernels.jit import INTERPRET
 from kernels.prepared import PreparedWeights, RawWeight
+from kernels.reference import Factors
 from tests.conftest import relative_error
 from tests.tolerances import EXACT
 
@@ -193,22 +194,24 @@ def test_what_the_kernel_cannot_take_goes_to_pytorch(unfit):
 
 
 class Convolutions(nn.Module):
-    """Weights that the optimizer prepares: qkv, 3×3, long rows, two that are part of one; and that it does not."""
+    """Weights that the optimizer prepares: qkv, 3×3, long rows, two that are part of one, with factors; and that it does not."""
 
     def __init__(self, dtype: torch.dtype = torch.float16):
         super().__init__()
         torch.manual_seed(0)
         self.gain = nn.Parameter(torch.tensor(0.5))
-        self.qkv, self.long, self.short = MPConv(8, 12, (1, 1), heads=2), MPConv(264, 1, (3, 3)), MPConv(8, 2, (3, 3))
-        self.first, self.second, self.gained = MPConv(16, 1, (1, 1)), MPConv(16, 2, (1, 1)), MPConv(16, 1, (1, 1))
+        self.qkv, self.long = MPConv(8, 12, (1, 1), heads=2), MPConv(264, 1, (3, 3), factors=Factors(right=0.3))
+        self.short = MPConv(8, 2, (3, 3), factors=Factors(3, 0.7, 1.3))
+        self.first, self.second = MPConv(16, 1, (1, 1)), MPConv(16, 2, (1, 1), factors=Factors(8, 1.5, 0.4))
+        self.gained = MPConv(16, 1, (1, 1))
         self.odd, self.linear = MPConv(5, 2, (3, 3)), MPConv(16, 1)
         edm2.force_weight_norm_(self)
         self.dtype = dtype
 
     def prepared(self) -> PreparedWeights:
         together = [(self.first, None), (self.gained, self.gain), (self.second, None)]
-        alone = [[RawWeight(x.weight, self.dtype, None, x.heads)] for x in (self.qkv, self.long, self.short, self.odd)]
-        together = [RawWeight(x.weight, self.dtype, gain) for x, gain in together]
+        alone = [[RawWeight(x.weight, self.dtype, None, x.heads, factors=x.factors)] for x in (self.qkv, self.long, self.short, self.odd)]
+        together = [RawWeight(x.weight, self.dtype, gain, factors=x.factors) for x, gain in together]
         return PreparedWeights([together, *alone, [RawWeight(self.linear.weight, torch.float32)]])
 
     def trained(self) -> tuple[PreparedWeights, edm2.EDM2Optimizer]:

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 import kernels
 from kernels import attention, reference
 from kernels.linear import _refuses as linear_refuses
+from kernels.reference import Factors
 from kernels.registration import OPS, on_triton
 from tests.op_cases import CASES, Case
 
@@ -25,8 +27,11 @@ FAULTS = {
 ANY = {
     "axes": {"fork x", "mp_silu x", "linear x"},
     "channels": {"cat_silu a", "cat_silu b", "mp_weight w"}
-    | {f"{op} x" for op in ("down_pixel_norm_silu", "fork", "mp_silu", "pixel_norm_silu", "resample")},
-    "strides": {"linear x", "mp_weight w", "mp_weight gain"},
+    | {"conv x", "precondition_input x", "precondition_output f"}
+    | {f"{op} x" for op in ("down_pixel_norm_silu", "fork", "mp_fourier", "mp_silu", "pixel_norm_silu", "resample")},
+    "type": {"precondition_output f"},
+    "strides": {f"{op} sigma" for op in ("precondition_input", "precondition_output", "uncertainty_loss")}
+    | {"uncertainty_loss logvar", "linear x", "mp_weight w", "mp_weight gain"},
 }
 FIRST = {case.op: case for name, case in reversed(CASES.items()) if "one channel" not in name}
 FIRST["mp_weight"] = CASES["mp_weight 1x1 gain"]
@@ -86,6 +91,7 @@ ZEROS = torch.zeros(1, 2, 2, 6)
         (lambda: kernels.mp_weight(torch.zeros(4, 0)), r"w: expected .* got \[4, 0\]"),
         (lambda: kernels.mp_weight(torch.zeros(4, 2), dtype=torch.int32), "dtype: expected floating point, got torch.int32"),
         (lambda: kernels.mp_weight(torch.zeros(4, 2), heads=1), "w: 4 rows are not a multiple of 3 × 1 heads"),
+        (lambda: kernels.mp_weight(torch.zeros(4, 2), factors=Factors(3)), "factors: expected a split of 0 to 2 input channels, got 3"),
         (lambda: kernels.linear(torch.tensor(1.0), torch.zeros(1, 1, 1)), r"x: expected \[..., Cin\], got \[\]"),
         (lambda: kernels.linear(ZEROS, torch.zeros(9, 1, 6)), r"w: expected .* got \[9, 1, 6\]"),
         (lambda: kernels.cosine_attention(ZEROS, 4), "qkv: 6 channels"),
@@ -111,15 +117,17 @@ def without(case: Case, axis: str) -> Case:
             return old if len(old) in (0, 3) else (0, *old[1:])
         return tuple(0 if len(old) == 4 and i == "images height width".split().index(axis) else n for i, n in enumerate(old))
 
-    return Case(case.op, [s if case.op == "mp_weight" and len(s) < 2 else shape(s) for s in case.shapes], case.kwargs)
+    return replace(case, shapes=[s if case.op == "mp_weight" and len(s) < 2 else shape(s) for s in case.shapes], scale={})
 
 
 EMPTY = {
     f"{name}, no {axis}": without(case, axis)
     for name, case in CASES.items()
     for axis in ("images", "height", "width")
-    if axis == "images" or (len(case.shapes[0]) == 4 and case.op != "mp_weight")
+    if axis == "images" or (len(case.shapes[0]) == 4 and case.op != "mp_weight" and not case.positive)
 }
+EMPTY["precondition_input, no height"] = Case("precondition_input", [(3, 4, 0, 3), (3,)], {"sigma_data": 0.5}, positive=(1,))
+EMPTY["precondition_output, no width"] = Case("precondition_output", [(3, 5, 0, 8), (3, 4, 5, 0), (3,)], {"sigma_data": 0.5}, positive=(2,))
 EMPTY["linear, no outputs"] = Case("linear", [(5, 8), (1, 0, 8)])
 EMPTY["linear, no inputs"] = Case("linear", [(5, 0), (1, 3, 0)])
 EMPTY["linear, no rows of one image"] = Case("linear", [(2, 0, 8), (1, 3, 8)])
@@ -131,7 +139,7 @@ def test_nothing_to_do(case, device):
     """The outputs have their shapes and the gradients are 0."""
     results = [case.run(module, case.inputs(torch.float32, device)) for module in (kernels, reference)]
     for a, b in zip(*results, strict=True):
-        assert a.shape == b.shape and torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
 REFUSED = {

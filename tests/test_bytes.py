@@ -97,8 +97,18 @@ def product(k: int, c: int, taps: int, more: int = 0) -> tuple[str, int]:
 
 def weight_gradient(k: int, c: int, taps: int) -> list[tuple[str, int]]:
     """x, g → fp32 parts → their sum."""
-    parts = 4 * SPLITS * taps * k * c
-    return [("wgrad", 2 * P * (k + c) + parts), ("sum_parts", parts + parts // SPLITS)]
+    return weight_gradients([(k, c)], taps)
+
+
+def weight_gradients(weights: list[tuple[int, int]], taps: int) -> list[tuple[str, int]]:
+    """The same of several over as many pixels."""
+    parts = 4 * SPLITS * taps * sum(k * c for k, c in weights)
+    return [("wgrad", 2 * P * sum(map(sum, weights)) + parts), ("sum_parts", parts + parts // SPLITS)]
+
+
+def together(name: str, *launches: tuple[str, int]) -> tuple[str, int]:
+    assert {x for x, _ in launches} == {name}
+    return name, sum(size for _, size in launches)
 
 
 def clipped(c: int, clip: float | None) -> tuple[str, int]:
@@ -138,19 +148,15 @@ def test_conv_cat_sum():
     """a, b and both their weights in the launch of the 3×3."""
     a, b = 8, 16
     shapes = [(N, H, W, C), (9, OUT, C), (N, H, W, a), (N, H, W, b), (1, OUT, a + b)]
-    forward, backward = both_ways(kernels.conv_cat_sum, shapes, HALF, 0.5, 0.3, 256.0)
+    forward, backward = both_ways(kernels.conv_cat_sum, shapes, HALF, 256.0)
     assert forward == [product(C, OUT, 9, (P + OUT) * (a + b))]
-    skip = [x for k in (a, b) for x in (*weight_gradient(k, OUT, 1), product(OUT, k, 1))]
+    skip = [*weight_gradient(a + b, OUT, 1), product(OUT, a + b, 1)]
     assert backward == [clipped(OUT, 256.0), product(OUT, C, 9), *weight_gradient(C, OUT, 9), *skip]
 
 
-def second_backward(channels: int, before: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Of a branch's second convolution: g, w, u, m → du and fp32 parts of dm; dw's parts; one launch sums all, and those `before`."""
-    grad = product(channels, OUT, 9, P * OUT + N * OUT + 2 * N * DM_PARTS * OUT)
-    wgrad, sums = weight_gradient(OUT, channels, 9)
-    waiting = [x for x in before if x[0] == "sum_parts"]
-    total = sum(size for _, size in (dm_of(DM_PARTS, OUT), sums, *waiting))
-    return [*(x for x in before if x not in waiting), grad, wgrad, ("sum_parts", total)]
+def second_backward(channels: int) -> tuple[str, int]:
+    """Of a branch's second convolution: g, w, u, m → du and fp32 parts of dm."""
+    return product(channels, OUT, 9, P * OUT + N * OUT + 2 * N * DM_PARTS * OUT)
 
 
 def test_residual_branch_norm():
@@ -160,7 +166,15 @@ def test_residual_branch_norm():
     norm = "pixel_norm_silu", 2 * 3 * P * C + 4 * P
     assert forward == [norm, product(C, OUT, 9, N * OUT + P * OUT), product(OUT, C, 9, P * C)]
     norm = "pixel_norm_silu_backward", 2 * 4 * P * C + 4 * P
-    assert backward == [*second_backward(C, []), *weight_gradient(C, OUT, 9), product(OUT, C, 9), norm]
+    wgrad, sums = weight_gradients([(C, OUT), (OUT, C)], 9)
+    assert backward == [second_backward(C), product(OUT, C, 9), wgrad, together("sum_parts", sums, dm_of(DM_PARTS, OUT)), norm]
+
+
+def test_residual_branch_norm_fork():
+    """The norm's backward also reads the other reader's gradient, and x for the clip."""
+    shapes = [(N, H, W, C), (9, OUT, C), (N, OUT), (9, C, OUT)]
+    _, backward = both_ways(kernels.residual_branch_norm_fork, shapes, HALF, 0.3, 256.0, False, 256.0)
+    assert backward[-1] == ("pixel_norm_silu_backward", 2 * 6 * P * C + 4 * P)
 
 
 def test_residual_branch_silu():
@@ -168,7 +182,18 @@ def test_residual_branch_silu():
     shapes = [(N, H, W, C), (9, OUT, C), (N, OUT), (9, C, OUT)]
     forward, backward = both_ways(kernels.residual_branch_silu, shapes, HALF, 0.3, 256.0, 256.0)
     assert forward == [("mp_silu", 2 * 2 * P * C), product(C, OUT, 9, N * OUT + P * OUT), product(OUT, C, 9, P * C)]
-    assert backward == [*second_backward(C, []), *weight_gradient(C, OUT, 9), product(OUT, C, 9, 2 * P * C)]
+    wgrad, sums = weight_gradients([(C, OUT), (OUT, C)], 9)
+    assert backward == [second_backward(C), wgrad, together("sum_parts", sums, dm_of(DM_PARTS, OUT)), product(OUT, C, 9, 2 * P * C)]
+
+
+@pytest.mark.parametrize("op", ["residual_branch_silu", "residual_branch_norm"])
+def test_activated_results(op):
+    """A branch's last epilogue writes what the next reads, who then has no pass of its own."""
+    shapes = [(N, H, W, C), (9, OUT, C), (N, OUT), (9, C, OUT)]
+    forward, _ = both_ways(lambda *inputs: getattr(kernels, op)(*inputs, 0.3, 256.0, activate=0.7)[0], shapes, HALF)
+    assert forward[-1] == product(OUT, C, 9, 2 * P * C)
+    forward, _ = both_ways(lambda x, *weights: kernels.residual_branch_silu(x, *weights, 0.3, s=torch.empty_like(x)), shapes, HALF)
+    assert [name for name, _ in forward] == ["conv", "conv"]
 
 
 def test_residual_branch_cat():
@@ -176,12 +201,13 @@ def test_residual_branch_cat():
     a, b = 8, 16
     shapes = [(N, H, W, a), (N, H, W, b), (9, OUT, C), (N, OUT), (9, C, OUT), (1, C, a + b)]
     assert a + b == C
-    forward, backward = both_ways(kernels.residual_branch_cat, shapes, HALF, 0.5, 0.3, 256.0, 256.0)
-    cat = "cat_silu", 2 * 2 * P * C
-    assert forward == [cat, product(C, OUT, 9, N * OUT + P * OUT), product(OUT, C, 9, (P + C) * (a + b))]
-    skip = [x for k in (a, b) for x in (*weight_gradient(k, C, 1), product(C, k, 1))]
-    ends = [product(OUT, k, 9, 2 * P * k) for k in (a, b)]
-    assert backward == [*second_backward(C, skip), *ends, *weight_gradient(C, OUT, 9)]
+    forward, backward = both_ways(kernels.residual_branch_cat, shapes, HALF, 0.5, 256.0, 256.0)
+    activations = [("mp_silu", 2 * 2 * P * k) for k in (a, b)]
+    assert forward == [*activations, product(C, OUT, 9, N * OUT + P * OUT), product(OUT, C, 9, (P + C) * (a + b))]
+    skip, *sums = weight_gradient(a + b, C, 1)
+    wgrad, more = weight_gradients([(C, OUT), (OUT, C)], 9)
+    last = together("sum_parts", *sums, more, dm_of(DM_PARTS, OUT))
+    assert backward == [skip, product(C, a + b, 1), second_backward(C), product(OUT, a + b, 9, 2 * P * (a + b)), wgrad, last]
 
 
 def test_attention_branch():
@@ -191,12 +217,10 @@ def test_attention_branch():
     forward, backward = both_ways(kernels.attention_branch, shapes, HALF, HEADS, 0.3, 256.0)
     assert [name for name, _ in forward] == ["conv", "cosine_attention", "conv"]
     assert forward[::2] == [product(channels, 3 * channels, 1), product(channels, channels, 1, P * channels)]
-    assert [x for x in backward if "attention" not in x[0]] == [
-        *weight_gradient(channels, channels, 1),
-        product(channels, channels, 1),
-        product(3 * channels, channels, 1, P * channels),
-        *weight_gradient(channels, 3 * channels, 1),
-    ]
+    qkv, *sums = weight_gradient(channels, 3 * channels, 1)  # these few channels have tiles of their own
+    proj, *more = weight_gradient(channels, channels, 1)
+    products = [product(channels, channels, 1), product(3 * channels, channels, 1, P * channels)]
+    assert [x for x in backward if "attention" not in x[0]] == [*products, qkv, proj, together("sum_parts", *sums, *more)]
 
 
 @pytest.mark.parametrize("readers", [1, 2])
@@ -210,9 +234,38 @@ def test_fork(readers):
 def test_linear(dtype):
     """A weight's gradient is fp32."""
     n, k, m, b = 7, 24, 40, BYTES[dtype]
-    forward, backward = both_ways(kernels.linear, [(n, k), (1, m, k)], dtype)
+    forward, backward = both_ways(kernels.linear, [(n, k), (1, m, k)], dtype, 2.0, 1.0)
     assert forward == [("matmul", b * (n * k + m * k + n * m))]
     assert sorted(backward) == sorted([("matmul", b * (n * m + m * k + n * k)), ("matmul", b * (n * m + n * k) + 4 * m * k)])
+
+
+def test_preconditioning_and_loss():
+    """Images in fp32 outside of the network, in fp16 with 8 channels inside; some numbers for each image."""
+    channels, image, inside = 4, (N, 4, H, W), (N, H, W, 8)
+    with FakeTensorMode():
+        x, y, sigma, u, freqs = (torch.empty(shape) for shape in (image, image, N, N, C))
+        f = torch.empty(inside, dtype=HALF, requires_grad=True)
+        d, logvar = (torch.empty(shape, requires_grad=True) for shape in (image, N))
+        outputs = []
+        calls = {
+            "mp_fourier": lambda: kernels.mp_fourier(sigma, freqs, freqs),
+            "precondition_input": lambda: kernels.precondition_input(x, sigma, 0.5, HALF),
+            "precondition_output": lambda: outputs.append(kernels.precondition_output(f, x, sigma, 0.5)),
+            "precondition_output_backward": lambda: torch.autograd.grad(outputs[-1], f, x),
+            "uncertainty_loss": lambda: outputs.append(kernels.uncertainty_loss(d, y, sigma, logvar, 0.5)),
+            "uncertainty_loss_backward": lambda: outputs[-1].sum().backward(),
+        }
+        images = 4 * channels * P
+        expected = {
+            "mp_fourier": 4 * (N + C + N * C),  # x, frequencies (phases are the same tensor) → features
+            "precondition_input": images + 2 * 8 * P + 4 * 2 * N,  # x, σ → x′, c_noise
+            "precondition_output": 2 * images + 2 * 8 * P + 4 * N,  # F, x, σ → D
+            "precondition_output_backward": images + 2 * 8 * P + 4 * N,  # g, σ → dF
+            "uncertainty_loss": 3 * images + 4 * 2 * N,  # D, y, σ, u → loss
+            "uncertainty_loss_backward": 3 * images + 4 * (1 + 3 * N),  # one g for all, D, y, σ, u → dD, du
+        }
+        for name, call in calls.items():
+            assert launched(call) == [(name, expected[name])]
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])

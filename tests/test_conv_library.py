@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import conv_tiles, convolve, reference, wgrad
+from kernels import branches_eager, conv_tiles, convolve, eager, reference, registration, wgrad
 from kernels.jit import INTERPRET
 from tests.conftest import relative_error
 from tests.test_ops import CASES, Case
@@ -55,11 +55,24 @@ def test_no_worse_than_pytorch(case, op):
 
 
 def test_kernels_of_other_kinds_stay(op, started):
-    """Of two convolutions each forward, for the input gradients and for the weight gradients."""
+    """Of two convolutions forward and two for the input gradients, of which one has nothing after it; both weight gradients
+    are one launch."""
     BRANCH.run(kernels, BRANCH.inputs(torch.float16))
     replaced = 0 if op == "weight gradient" else 2
-    assert started["conv_kernel"] == 4 - replaced and started["epilogue_kernel"] == replaced
-    assert started["wgrad_kernel"] == (0 if op == "weight gradient" else 2)
+    assert started["conv_kernel"] == 4 - replaced
+    assert started["epilogue_kernel"] == replaced - (op == "input gradient")
+    assert started["wgrad_kernel"] == (0 if op == "weight gradient" else 1)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_fp32_around_the_library(name, started, monkeypatch):
+    """In fp32 the library convolves, kernels do all that is around it, and nothing is left to `kernels.eager`."""
+    for module in (eager, branches_eager):
+        for op in vars(module).keys() & registration.OPS.keys():
+            monkeypatch.setattr(module, op, None)
+    CASES[name].run(kernels, CASES[name].inputs(torch.float32))
+    assert not started["conv_kernel"] and not started["wgrad_kernel"]
+    assert started["epilogue_kernel"] or CASES[name].op in ("conv", "conv_cat_sum")
 
 
 def test_sampling_takes_kernels(op, started):

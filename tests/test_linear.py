@@ -73,3 +73,24 @@ def test_no_rows(shape):
     y.sum().backward()
     assert y.shape == (*shape[:-1], 5) and x.grad.shape == shape
     assert torch.equal(w.grad, torch.zeros(1, 5, 8))
+
+
+@computed
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_output_and_its_gradient_of_another_type(dtype):
+    """As the modulations are: an fp32 product, shifted and rounded once."""
+    x, w, _ = tensors(33, 40, 65, torch.float32)
+    y = linear_triton(x, w, None, 0.5, 1.0, dtype)
+    exact = 0.5 * (x.double() @ w[0].double().T) + 1
+    assert y.dtype == dtype and relative_error(y, exact) < (PRODUCT if dtype == torch.float32 else limit(dtype))
+    g = y.float()  # some numbers that half precision holds
+    for a, b in zip(linear_backward_triton(y, x, w, 0.5), linear_backward_triton(g, x, w, 0.5)):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+
+
+def test_gradient_of_the_input_only_where_it_is_wanted():
+    x, w, g = tensors(3, 8, 24, torch.float32)
+    launches = []
+    with recording(launches.append):
+        dx, dw = linear_backward_triton(g, x, w, with_dx=False)
+    assert dx.numel() == 0 and dw.shape == w.shape and len(launches) == 1

@@ -19,6 +19,11 @@ needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="without Trito
 SIZES = "xxs xs s m l xl xxl".split()
 
 
+def block_output(y):
+    """Blocks of the encoder also return their input."""
+    return y[0] if isinstance(y, tuple) else y
+
+
 @pytest.mark.parametrize("name", ["network_cond", "network_uncond_rgb"])
 class TestGolden:
     def test_evaluation(self, name):
@@ -27,7 +32,7 @@ class TestGolden:
         rms = {}
         stages = {key: module for key, module in net.unet.named_modules() if key.count(".") == 1 or key == "out_conv"}
         for key, module in stages.items():
-            module.register_forward_hook(lambda _, __, y, key=key: rms.update({key: y.square().mean().sqrt()}))
+            module.register_forward_hook(lambda _, __, y, key=key: rms.update({key: block_output(y).square().mean().sqrt()}))
         x = golden["images"] + golden["noise"]
         denoised, logvar = net(x, golden["sigma"], golden.get("labels"), return_logvar=True)
         assert relative_error(denoised, golden["eval_denoised"]) < FORWARD
@@ -215,7 +220,8 @@ def test_preconditioning_constants():
         at_one = net(torch.ones(1, 2, 8, 8), sigma).unique().item()
         assert at_zero == pytest.approx(c_out, rel=1e-6)
         assert at_one - at_zero == pytest.approx(c_skip, rel=1e-6, abs=1e-7)
-        assert seen["x"].unique().item() == pytest.approx(c_in, rel=1e-6)
+        assert seen["x"][..., :2].unique().item() == pytest.approx(c_in, rel=1e-6)
+        assert torch.equal(seen["x"][..., 2:], torch.eye(6)[0].expand(1, 8, 8, 6))  # a channel of ones, then zeros
         assert seen["c_noise"].item() == pytest.approx(c_noise, rel=1e-6)
 
 
@@ -307,6 +313,20 @@ def test_impossible_networks():
         edm2.build("edm2-img512-s", 36, 4, 0)
     with pytest.raises(ValueError, match="32 channels cannot attend in heads of 64"):
         Block(32, 32, 32, attention=True)
+    for options in (dict(flavor="enc"), dict(flavor="dec", resample_mode="up"), dict(flavor="dec", out_channels=24)):
+        with pytest.raises(ValueError, match="skip_channels 8: only a block of the decoder"):
+            Block(**dict(in_channels=24, out_channels=16, emb_channels=16, skip_channels=8) | options)
+
+
+def test_a_skip_has_the_width_that_its_block_was_made_for():
+    block = Block(24, 16, 16, "dec", skip_channels=8)
+    x, m = torch.zeros(1, 2, 2, 16), torch.zeros(1, 16)
+    assert block(x, m, torch.zeros(1, 2, 2, 8)).shape == (1, 2, 2, 16)
+    for given, skip in ((0, None), (16, x)):
+        with pytest.raises(ValueError, match=f"skip: expected 8 channels, got {given}"):
+            block(x, m, skip)
+    with pytest.raises(ValueError, match="skip: expected 0 channels, got 16"):
+        Block(16, 16, 16, "dec")(x, m, x)
 
 
 def test_activations_are_clipped():
@@ -322,7 +342,7 @@ def test_clip_is_differentiated_once(options):
     net = tiny_net(clip_act=0.6, num_blocks=2, **options).train()
     outputs = []
     for block in net.unet.blocks():
-        block.register_forward_hook(lambda block, args, y: outputs.append(y.detach()))
+        block.register_forward_hook(lambda block, args, y: outputs.append(block_output(y).detach()))
     generator = torch.Generator().manual_seed(1)
     x, labels, weights = torch.randn(3, 2, 8, 8, generator=generator), torch.eye(5)[:3], torch.randn(3, 2, 8, 8, generator=generator)
     grads = []
@@ -350,6 +370,17 @@ def test_fourier_features():
     assert MPFourier(4096)(torch.tensor([0.3])).square().mean().item() == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_gradients_of_the_image_and_the_noise_level(batch):
+    """As methods of guidance take them from the denoiser."""
+    net = tiny_net().requires_grad_(False)
+    x = torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    sigma, labels = torch.linspace(0.3, 2, batch).requires_grad_(), torch.eye(5)[:3]
+    actual, expected = (torch.autograd.grad(model(x, sigma, labels).sin().sum(), (x, sigma)) for model in (net, Baseline(net)))
+    for a, b in zip(actual, expected):
+        assert relative_error(a, b) < GRADIENT
+
+
 def test_gradient_is_orthogonal_to_the_weight():
     net = tiny_net().train()
     edm2.EDM2Loss()(net, torch.randn(4, 2, 8, 8), torch.eye(5)[:4]).sum().backward()
@@ -366,7 +397,7 @@ def test_saved_bytes_are_those_of_activations():
     weights, counts = StepWeights(net), []
     for n in (1, 3):
         with weights.prepared(), saved_bytes(net) as saved:
-            edm2.denoising_loss(net, torch.zeros(n, 2, 8, 8), torch.ones(n), torch.zeros(n, 2, 8, 8), torch.eye(5)[:n])
+            edm2.denoising_loss(net, torch.zeros(n, 2, 8, 8), torch.ones(n), torch.zeros(n, 2, 8, 8), torch.eye(n, 5))
         counts.append(saved())
     assert counts[1] == 3 * counts[0] > 0
 

@@ -156,7 +156,7 @@ def test_one_launch_that_moves_each_tensor_once(stds):
     first, second = launches
     parameters = sum(p.numel() for p in net.parameters())
     rows, tensors, roles = first.grid[0], len(list(net.parameters())), 6 + len(stds)
-    tables = rows * (8 + 4) + tensors * (28 + 8 * roles + 8) + 4 * len(stds)
+    tables = rows * (8 + 4) + tensors * (40 + 8 * roles + 8) + 4 * len(stds)
     assert first.bytes == parameters * (28 + 8 * len(stds)) + tables
     assert first.flops == 0 and rows == sum(len(p) if p.ndim else 1 for p in net.parameters())
     assert second.options == first.options and second.grid == first.grid, "a schedule compiles the kernel anew"

@@ -2,16 +2,18 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import kernels
 from kernels.jit import recording
 from kernels.prepared import PreparedWeights, RawWeight
+from kernels.reference import Factors
 from tests.conftest import relative_error
 from tests.tolerances import EXACT
 
 
 def raw_weights(device: str = "cpu") -> list[list[RawWeight]]:
-    """Every shape class: 3×3 aligned and not, 1×1, qkv, a group of linear ones with gains, a single row."""
+    """Every shape class: 3×3 aligned and not, 1×1, qkv, a group of linear ones with gains, a single row; all kinds of factors."""
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -25,13 +27,19 @@ def raw_weights(device: str = "cpu") -> list[list[RawWeight]]:
         [RawWeight(leaf(4, 3, 3, 3), half, leaf(), up=True)],
         [RawWeight(leaf(3, 8, 3, 3), half, leaf())],
         [RawWeight(leaf(24, 40, 1, 1), half, heads=2)],
+        [RawWeight(leaf(3, 16, 3, 3), half, leaf(), padded=True)],
         [RawWeight(leaf(8, 24), single, leaf()), RawWeight(leaf(5, 24), single, leaf()), RawWeight(leaf(16, 24), single, leaf())],
         [RawWeight(leaf(1, 2100), single)],
+        [RawWeight(leaf(8, 16, 3, 3), half, factors=Factors(right=0.4))],
+        [RawWeight(leaf(4, 24, 1, 1), half, factors=Factors(8, 0.7, 1.3))],
+        [RawWeight(leaf(3, 16, 3, 3), half, leaf(), factors=Factors(5, 1.5, -0.5))],
+        [RawWeight(leaf(8, 8, 3, 3), half, up=True, factors=Factors(3, 0.7, 1.3))],
     ]
 
 
 def one_by_one(group: list[RawWeight]) -> torch.Tensor:
-    return torch.cat([kernels.mp_weight(raw.weight, raw.gain, raw.dtype, raw.heads, raw.up) for raw in group], dim=1)
+    w = torch.cat([kernels.mp_weight(raw.weight, raw.gain, raw.dtype, raw.heads, raw.up, raw.factors) for raw in group], dim=1)
+    return F.pad(w, (0, 0, 0, -w.shape[1] % 8)) if group[0].padded else w
 
 
 def leaves(groups: list[list[RawWeight]]) -> list[torch.Tensor]:
@@ -107,8 +115,9 @@ def test_bytes_are_those_of_raw_and_prepared_weights():
     prepared = PreparedWeights(groups)
     give_gradients(prepared, 1)
     raw = sum(4 * r.weight.numel() for group in groups for r in group)
-    taps = sum(4 * w.value.numel() for w in prepared.weights)
-    values = sum(w.value.numel() * w.value.element_size() for w in prepared.weights)
+    own = [w.value[:, : sum(len(r.weight) for r in group)] for group, w in zip(groups, prepared.weights)]  # not rows of padding
+    taps = sum(4 * w.numel() for w in own)
+    values = sum(w.numel() * w.element_size() for w in own)
     for call, expected in ((prepared.prepare, raw + values), (prepared.project, 2 * raw + taps)):
         launches = []
         give_gradients(prepared, 1)

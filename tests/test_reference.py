@@ -130,17 +130,26 @@ def test_normalize_at_zero():
 def test_composites_are_their_parts():
     torch.manual_seed(0)
     x, a, b = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 16)
-    w, w_skip, m = ops.mp_weight(torch.randn(8, 8, 3, 3)), ops.mp_weight(torch.randn(8, 24, 1, 1)), torch.randn(2, 8)
+    w, m = ops.mp_weight(torch.randn(8, 8, 3, 3)), torch.randn(2, 8)
     kernel = w.reshape(3, 3, 8, 8).permute(2, 3, 0, 1)
     y = nhwc(torch.nn.functional.conv2d(nchw(x), kernel, padding=1))
     torch.testing.assert_close(ops.conv(x, w), y)
     torch.testing.assert_close(ops.conv_silu(x, w, m), ops.mp_silu(y * m[:, None, None]))
     torch.testing.assert_close(ops.conv_sum(x, w, a, 0.3, 0.5), ops.mp_sum(a, y, 0.3).clamp(-0.5, 0.5))
-    skip = ops.mp_cat(a, b, 0.4) @ w_skip[0].T
-    torch.testing.assert_close(ops.conv_cat_sum(x, w, a, b, w_skip, 0.4, 0.3), ops.mp_sum(skip, y, 0.3))
     torch.testing.assert_close(ops.cat_silu(a, b, 0.4), ops.mp_silu(ops.mp_cat(a, b, 0.4)))
     down = ops.resample(x[:, :4, :2], (1, 1), "down")
     torch.testing.assert_close(ops.down_pixel_norm_silu(x[:, :4, :2]), ops.pixel_norm_silu(down))
+
+
+def test_joined_factors_are_those_of_mp_cat_and_mp_sum():
+    torch.manual_seed(0)
+    x, a, b = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 16)
+    raw = torch.randn(8, 8, 3, 3), torch.randn(8, 24, 1, 1)
+    w, w_skip = (ops.mp_weight(weight) for weight in raw)
+    expected = ops.mp_sum(ops.conv(ops.mp_cat(a, b, 0.4), w_skip), ops.conv(x, w), 0.3)
+    w, w_skip = (ops.mp_weight(weight, factors=factors) for weight, factors in zip(raw, ops.joined_factors(8, 16, 0.4, 0.3)))
+    torch.testing.assert_close(ops.conv_cat_sum(x, w, a, b, w_skip), expected)
+    torch.testing.assert_close(ops.conv_cat_sum(x, w, a, b, w_skip, 0.5), expected.clamp(-0.5, 0.5))
 
 
 def test_attention_is_softmax_attention():

@@ -37,7 +37,7 @@ def gradients(net: edm2.Precond) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_training_step(dtype, device):
     """Every kind of block (down, skip, up, attention) with the weights prepared for the step, against the reference in
-    fp32. In fp32 blocks are not kernels but PyTorch's operators, by the table of tiles.
+    fp32. In fp32 the library convolves, with kernels for what follows.
 
     Few channels: an interpreted kernel takes 10 ms for each row of a weight."""
     net = tiny_net(model_channels=8, dtype=dtype).to(device).train()
