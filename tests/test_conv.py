@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import conv_tiles, convolve, wgrad
-from kernels.convolve import Source
+from kernels.convolve import Rest, Source
 from kernels.jit import INTERPRET
 from kernels.sums import Sums
-from kernels.wgrad import weight_gradient
+from kernels.wgrad import Product, weight_gradient, weight_gradients
 from tests.conftest import relative_error
 
 aten = torch.ops.aten
@@ -177,14 +177,35 @@ def test_splits_of_the_pixels(count, memory, arch, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_weight_gradient_into_a_part(count, memory, arch, monkeypatch):
-    """Of a tensor whose other columns stay as they are."""
+def test_weight_gradients_in_one_launch(count, memory, arch, monkeypatch):
+    """One of two sources side by side, whose border no tile minds, and one of another gradient and scale."""
     monkeypatch.setattr(conv_tiles, "splits", lambda tile, tiles, steps: count)
-    x, w, g = input_and_weight(memory, 3, 5, 7, 24, 40, 1)
-    whole = memory.place((1, 40, 72), torch.float32)
-    assert weight_gradient(g, x, 1, out=whole[:, :, 16:40]).data_ptr() == whole[:, :, 16:].data_ptr()
-    assert exactly(whole[:, :, 16:40], by_autograd(x, w, g)[2])
-    assert whole[:, :, :16].isnan().all() and whole[:, :, 40:].isnan().all()
+    launch, started = wgrad.launch, []
+    monkeypatch.setattr(wgrad, "launch", lambda kernel, *args, **options: started.append(kernel) or launch(kernel, *args, **options))
+    x, w, g = input_and_weight(memory, 3, 5, 7, 64, 40, 9)
+    v, w1, g1 = input_and_weight(memory, 3, 5, 7, 48, 24, 9)
+    a, b = (memory.put(part.contiguous()) for part in x.split([40, 24], dim=3))
+    dw, dw1 = weight_gradients([[Product(g, a), Product(g, b)], [Product(g1, v, 0.5)]], 9)
+    assert exactly(dw, by_autograd(x, w, g)[2]) and exactly(dw1, by_autograd(v, w1, g1)[2] / 2)
+    assert started == [wgrad.wgrad_kernel]
+
+
+@pytest.mark.parametrize("channels", [(40, 24), (8, 200), (200, 8)], ids=str)
+def test_result_of_two_tensors(channels, memory, arch):
+    """Tiles of the second start at its first channel."""
+    x, w, g = input_and_weight(memory, 2, 5, 9, sum(channels), 40, 9)
+    both = convolve.convolve(g, w, transposed=True, rest=Rest(channels[1]))
+    assert [y.shape[3] for y in both] == list(channels)
+    assert exactly(torch.cat(both, dim=3), by_autograd(x, w, g)[1])
+
+
+@pytest.mark.parametrize("taps", [9, 1])
+def test_two_sources(taps, memory, arch):
+    """Parts of one weight, whose rows lie apart."""
+    x, w, g = input_and_weight(memory, 2, 5, 9, 64, 40, taps)
+    (a, b), (w_a, w_b) = ([part for part in tensor.split([40, 24], dim=dim)] for tensor, dim in ((x, 3), (w, 2)))
+    a, b = memory.put(a.contiguous()), memory.put(b.contiguous())
+    assert exactly(convolve.convolve(a, w_a, sources=[Source(b, w_b)])[0], by_autograd(x, w, g)[0])
 
 
 def corners(h, w):
