@@ -8,6 +8,7 @@ from typing import Any
 from kernels import conv_tiles
 from kernels.conv_tiles import CONV, WGRAD, ConvTile, Row, WgradTile
 from kernels.convolve import EPILOGUE_STAGES
+from kernels.wgrad import PRODUCTS
 
 Tile = ConvTile | WgradTile
 SHARED = {"wgmma": 227 * 1024, "mma": 99 * 1024}  # bytes: mma serves consumer cards too
@@ -56,15 +57,26 @@ def fits(tile: Tile, kind: str) -> bool:
 
 
 def shared(tile: Tile, kind: str) -> int:
-    """Bytes of shared memory in half precision, at most: operands of all steps under way, or what passes through at the end."""
-    late = kind == "mma"  # a stage less is under way
+    """Bytes of shared memory in half precision, at most: operands of all steps under way, or what passes through at the end.
+
+    By pointers, where a stage less is under way, what is written several times in a kernel has memory of its own each time:
+    the loop over each product of weight gradients, the epilogue of each tensor of a result.
+    """
+    by_pointers = kind == "mma"
     if isinstance(tile, WgradTile):
-        step, end = (sum(tile.rows) + sum(tile.columns)) * tile.pixels, 2 * tile.rows[0] * tile.columns[0]  # fp32, to be transposed
+        step = (sum(tile.rows) + sum(tile.columns)) * tile.pixels * (PRODUCTS if by_pointers else 1)
+        end = 2 * tile.rows[0] * tile.columns[0]  # fp32, to be transposed
     else:
         step = (sum(tile.channels) + tile.pixels) * tile.block_k
-        loads, ahead = (5, EPILOGUE_STAGES - 1) if tile.pixels <= 128 else (2, EPILOGUE_STAGES)  # five behind an up-sampling
-        end = (loads * (ahead - late) + 1) * tile.channels[0] * tile.pixels // 4  # quarters of them and of what is stored
-    return 2 * max(step * (tile.stages - late), end) + BARRIERS
+        end = _quarters(tile, by_pointers) * tile.channels[0] * tile.pixels // 4
+    return 2 * max(step * (tile.stages - by_pointers), end) + BARRIERS
+
+
+def _quarters(tile: ConvTile, by_pointers: bool) -> int:
+    """Of a tile's pixels, that an epilogue's loads under way and what is stored take: five loads behind an up-sampling, else two."""
+    if by_pointers:
+        return 2 * 2 * (EPILOGUE_STAGES - 1)  # two loads for each of a result's two tensors, more than for one
+    return 5 * (EPILOGUE_STAGES - 1) + 1 if tile.pixels <= 128 else 2 * EPILOGUE_STAGES + 1
 
 
 def text(tile: Tile) -> str:

@@ -107,8 +107,8 @@ WGRAD: dict[str, list[WgradTile]] = {
 
 
 # What was measured to be quicker than the choice from the lists above: for convolutions a list like those, all of the same
-# channels and steps, for weight gradients a tile. `python -m bench tune` prints the rows to add, each with its GPU and gain
-# in a comment. Nothing measured yet.
+# channels and steps, for weight gradients a tile: that of the first one for all in its launch. `python -m bench tune` prints
+# the rows to add, each with its GPU and gain in a comment. Nothing measured yet.
 TUNED: dict[Row, list[ConvTile] | WgradTile] = {}
 
 
