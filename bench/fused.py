@@ -230,7 +230,7 @@ def _block_calls(preset: str) -> list[tuple[Any, str, tuple[int, ...]]]:
     with fake_network(preset) as net, torch.no_grad():
         names = {block: name for name, block in net.unet.named_modules()}
         for block in net.unet.blocks():
-            block.register_forward_pre_hook(lambda block, args: calls.append((block, names[block], _sources(*args))))
+            block.register_forward_pre_hook(lambda block, args: calls.append((block, names[block], _sources(*args[:3]))))
         inputs = inputs_for(net, 1)
         net.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
     return calls

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
@@ -120,7 +121,8 @@ def _give_gradients(net: edm2.Precond, gradients: list[Tensor]) -> None:
         if module.prepared is None:
             modulations.append(gradient)
         else:
-            module.prepared.master.grad = gradient.contiguous()
+            rows = module.prepared.master.shape[1] - gradient.shape[1]  # of zeros, after those of the last weight
+            module.prepared.master.grad = F.pad(gradient, (0, 0, 0, rows)).contiguous()
     net.unet.prepared_modulation.master.grad = torch.cat(modulations, dim=1)
 
 
@@ -149,6 +151,7 @@ def _plain_backward(
 
 def _comparable(w: Tensor, module: MPConv) -> Tensor:
     """A view of a prepared weight `[taps, Cout, Cin]`, of qkv `[taps, heads, 3, D, Cin]`; of sums of taps those of the corners."""
+    w = w[:, : len(module.weight)]
     if module.up:
         return w[::5].unflatten(0, (2, 2))
     return w.unflatten(1, (module.heads, 3, -1)) if module.heads else w

@@ -51,7 +51,7 @@ def residual_branch_norm_fork(
     clip_x: float | None = None, activate: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`residual_branch_norm`, and x for another reader, like `fork(x, clip_x)`, whose sum of gradients costs no pass over them."""
-    if not torch.is_grad_enabled():
+    if not (torch.is_grad_enabled() and x.requires_grad):
         y = residual_branch_norm(x, w0, m, w1, t, clip, down, activate)
         return (y, x.detach()) if activate is None else (*y, x.detach())
     (w0, master0), (w1, master1) = _check_norm(x, w0, m, w1, down)
