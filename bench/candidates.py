@@ -59,8 +59,8 @@ def fits(tile: Tile, kind: str) -> bool:
 def shared(tile: Tile, kind: str) -> int:
     """Bytes of shared memory in half precision, at most: operands of all steps under way, or what passes through at the end.
 
-    By pointers, where a stage less is under way, what is written several times in a kernel has memory of its own each time:
-    the loop over each product of weight gradients, the epilogue of each tensor of a result.
+    What a kernel has several times has memory of its own each time: the epilogues of a result's two tensors, and by pointers,
+    where a stage less is under way, the loops over the products of weight gradients.
     """
     by_pointers = kind == "mma"
     if isinstance(tile, WgradTile):
@@ -68,15 +68,9 @@ def shared(tile: Tile, kind: str) -> int:
         end = 2 * tile.rows[0] * tile.columns[0]  # fp32, to be transposed
     else:
         step = (sum(tile.channels) + tile.pixels) * tile.block_k
-        end = _quarters(tile, by_pointers) * tile.channels[0] * tile.pixels // 4
+        loads = 2 * 2 * (EPILOGUE_STAGES - by_pointers)  # two of each tensor: more than the five of one behind an up-sampling
+        end = (loads + (not by_pointers)) * tile.channels[0] * tile.pixels // 4  # quarters of them and of what is stored
     return 2 * max(step * (tile.stages - by_pointers), end) + BARRIERS
-
-
-def _quarters(tile: ConvTile, by_pointers: bool) -> int:
-    """Of a tile's pixels, that an epilogue's loads under way and what is stored take: five loads behind an up-sampling, else two."""
-    if by_pointers:
-        return 2 * 2 * (EPILOGUE_STAGES - 1)  # two loads for each of a result's two tensors, more than for one
-    return 5 * (EPILOGUE_STAGES - 1) + 1 if tile.pixels <= 128 else 2 * EPILOGUE_STAGES + 1
 
 
 def text(tile: Tile) -> str:

@@ -175,7 +175,7 @@ class TestCandidates:
                 if most := found.get((kind, tile.pixels, *parts, tile.warps, tile.stages)):
                     assert most <= shared(tile, kind), tile
                     held |= {(kind, tile)} if shared(tile, kind) <= most + BARRIERS else set()  # not all in the kernels that take most
-        assert len(held) >= 9 and {(kind, type(tile)) for kind, tile in held} == set(product(CONV, (ConvTile, WgradTile)))
+        assert len(held) >= 7 and {(kind, type(tile)) for kind, tile in held} == set(product(CONV, (ConvTile, WgradTile)))
 
     @pytest.mark.torture
     def test_shared_memory_is_enough_as_compiled(self):
