@@ -19,12 +19,12 @@ def denoising_loss(
     """Per-element loss `[N, C, H, W]` for given draws: `λ(σ) / exp(u(σ)) · (D(y + n; σ) − y)² + u(σ)`.
 
     images y and noise n (already scaled by σ): `[N, C, H, W]`; sigma: `[N]` or `[N, 1, 1, 1]`. `net` is
-    called as a `Precond` is; of another network the loss is in plain PyTorch.
+    called as a `Precond` is; of another network than that, compiled or not, the loss is in plain PyTorch.
     """
     denoised, logvar = net(images + noise, sigma.reshape(-1, 1, 1, 1), labels, return_logvar=True)
-    if not isinstance(net, Precond):
+    if not isinstance(getattr(net, "_orig_mod", net), Precond):  # where torch.compile keeps it
         return reference.uncertainty_loss(denoised, images, sigma, logvar, sigma_data)
-    sigma, images = sigma.to(denoised).reshape(-1).expand(len(denoised)), images.to(denoised).contiguous()
+    sigma, images = sigma.to(denoised).reshape(-1).expand(len(denoised)), images.to(denoised).expand_as(denoised).contiguous()
     return ops.uncertainty_loss(denoised, images, sigma, logvar.flatten(), sigma_data)
 
 

@@ -124,7 +124,7 @@ def attention_branch(
 
 def _result(outputs: Sequence[Tensor], activate: float | None) -> Branch:
     y, s, *_ = outputs
-    return y if activate is None else (y, s)
+    return y if activate is None else (y, s.detach())
 
 
 def _activated(name: str, s: Tensor | None, x: Tensor, scale: float = 1.0) -> Tensor:

@@ -5,7 +5,7 @@ What decides in large convolutions is by all counts the traffic between L2 and t
 wide tiles are worth some padding.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,11 +130,13 @@ def library(itemsize: int) -> bool:
     return itemsize == 4
 
 
-def conv(row: Row, images: int) -> ConvTile:
-    """For a convolution or an input gradient of `images`."""
-    tiles = TUNED.get(row) or allowed(
-        row, min(CONV[row.kind], key=lambda tiles: _cost(row.channels, sum(tiles[0].channels), tiles[0].pixels))
-    )
+def conv(row: Row, images: int, rest: int = 0) -> ConvTile:
+    """For a convolution or an input gradient of `images`; the last `rest` channels have tiles of their own."""
+
+    def cost(tiles: Sequence[ConvTile]) -> float:
+        return sum(_cost(channels, sum(tiles[0].channels), tiles[0].pixels) for channels in (row.channels - rest, rest))
+
+    tiles = TUNED.get(row) or allowed(row, min(CONV[row.kind], key=cost))
     return next((tile for tile in tiles if fills(tile, row, images)), tiles[-1])
 
 

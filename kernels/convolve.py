@@ -88,7 +88,7 @@ def convolve(
     with_dm = epilogue == "silu_grad"
     if 0 in (n, height, width):
         return first.y, torch.zeros_like(m) if with_dm else second.y if rest else first.extra
-    tile = tile or conv_tiles.conv(row, n)
+    tile = tile or conv_tiles.conv(row, n, rest.channels if rest else 0)
     bi, bh, bw = tile.box(height, width, whole=up == "output")
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
     tiles = triton.cdiv(n, bi) * tiles_image
@@ -97,8 +97,8 @@ def convolve(
     sizes = (n, height, width, 0 if m is None else m.stride(0))
     scales = (scale, scale_aux, scale_act, rest.scale_act if rest else 1.0)
     if by_library and epilogue == "sum" and aux is None and clip is None and not with_extra:
-        us = (u if scale == 1 else u.mul_(scale)).split([x.y.shape[3] for x in (first, second) if x], dim=3)
-        return us[0].contiguous(), us[1].contiguous() if rest else None
+        u = u if scale == 1 else u.mul_(scale)
+        return torch.split_with_sizes_copy(u, [first.y.shape[3], rest.channels], dim=3) if rest else (u, None)
     if by_library:
         _launch_epilogue(u, first, second, m, sums, sizes, scales, clip, form, tile, tiles)
     else:
@@ -120,6 +120,7 @@ class _Result(NamedTuple):
 
 
 def _library(x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source]) -> Tensor:
+    assert not (transposed and sources)
     u = library.convolution(x, w, transposed)
     for source in sources:
         u += library.convolution(source.x, source.w)

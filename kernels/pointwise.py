@@ -118,7 +118,7 @@ def cat_silu_source(
 def both_offsets(block, P, CX: tl.constexpr, C: tl.constexpr, START: tl.constexpr, BLOCK: tl.constexpr):
     """Elements of a source `[P, CX]`, and where they lie in the channels from START of `[P, C]`."""
     offs = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return offs, offs // CX * C + START + offs % CX, offs < P.to(tl.int64) * CX
+    return offs, offs // CX * C + START + offs % CX, offs < tl.cast(P, tl.int64) * CX
 
 
 def cat_silu_triton(a: Tensor, b: Tensor, t: float) -> Tensor:

@@ -102,7 +102,10 @@ def conv(x: Tensor, w: Tensor) -> Tensor:
 
     x may have more channels, of zeros: these have no weight.
     """
-    x = x[..., : w.shape[2]]
+    return _conv(x[..., : w.shape[2]], w)
+
+
+def _conv(x: Tensor, w: Tensor) -> Tensor:
     if w.shape[0] == 1 or x.numel() == 0:  # without pixels all taps are alike
         return linear(x, w[w.shape[0] // 2, None])
     _check_channels("x", x, w)
@@ -140,7 +143,7 @@ def shift(x: Tensor, rows: int, columns: int) -> Tensor:
 
 def conv_silu(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     """MP-SiLU of the convolution modulated per image and channel by m `[N, Cout]`."""
-    return mp_silu(conv(x, w) * m[:, None, None, :])
+    return mp_silu(_conv(x, w) * m[:, None, None, :])
 
 
 def conv_silu_up(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
@@ -150,7 +153,7 @@ def conv_silu_up(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
 
 def conv_sum(x: Tensor, w: Tensor, residual: Tensor, t: float, clip: float | None = None) -> Tensor:
     """MP-Sum of `residual` `[N, H, W, Cout]` (weight ∝ 1−t) and the convolution of x (weight ∝ t), then clip."""
-    return mp_sum(residual, conv(x, w), t, clip)
+    return mp_sum(residual, _conv(x, w), t, clip)
 
 
 def conv_cat_sum(x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, clip: float | None = None) -> Tensor:
@@ -159,7 +162,7 @@ def conv_cat_sum(x: Tensor, w: Tensor, a: Tensor, b: Tensor, w_skip: Tensor, cli
     The MP-Sum of an MP-Cat and a residual branch where the weights hold these two's factors: see `joined_factors`.
     """
     w_a, w_b = w_skip.split((a.shape[-1], b.shape[-1]), dim=-1)
-    y = conv(x, w) + conv(a, w_a) + conv(b, w_b)
+    y = _conv(x, w) + _conv(a, w_a) + _conv(b, w_b)
     return y if clip is None else y.clamp(-clip, clip)
 
 
@@ -224,7 +227,7 @@ def attention_branch(
     x: Tensor, w_qkv: Tensor, w_proj: Tensor, heads: int, t: float, clip: float | None = None, activate: float | None = None
 ) -> Branch:  # fmt: skip
     """`conv_sum` of x with cosine attention between two 1×1 convolutions of it."""
-    return _branch(conv_sum(cosine_attention(conv(x, w_qkv), heads), w_proj, x, t), clip, activate)
+    return _branch(conv_sum(cosine_attention(_conv(x, w_qkv), heads), w_proj, x, t), clip, activate)
 
 
 def _branch(y: Tensor, clip: float | None, activate: float | None) -> Branch:

@@ -70,7 +70,7 @@ def lay_out_row(
 ):  # fmt: skip
     """The second pass of `prepare_row`, for a row of known length ‖w‖. UP: 16 taps of four phases, see `reference.up_weight`."""
     start = row_offset(row, Cin * TAPS, ALIGNED)
-    scale = gain / (length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS)
+    scale = gain / (length + tl.sqrt(tl.cast(Cin * TAPS, tl.float32)) * EPS)
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_y, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)
         factor = factor_of(first, factors, TAPS, BLOCK)
@@ -103,7 +103,7 @@ def project_row(
         g = load_taps(g_ptr, offs_g, first, row_out, Cin, Cout, mask, ALIGNED, BLOCK, UP)
         product += w * g * factor_of(first, factors, TAPS, BLOCK)
     dot = tl.sum(tl.sum(product, axis=1), axis=0)
-    d = length + tl.sqrt((Cin * TAPS).to(tl.float32)) * EPS
+    d = length + tl.sqrt(tl.cast(Cin * TAPS, tl.float32)) * EPS
     slope = dot / tl.where(length == 0, 1.0, length * d)  # ⟨w,g⟩ = 0 where w = 0
     for first in range(0, Cin, BLOCK // taps_block(TAPS)):
         offs_w, offs_g, mask = both_layouts(first, start, row_out, Cin, Cout, TAPS, ALIGNED, BLOCK)

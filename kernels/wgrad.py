@@ -254,6 +254,7 @@ def _launch(weights: Sequence[Sequence[Product]], dws: Sequence[Tensor], taps: i
     (n, height, width, _), up = weights[0][0].x.shape, taps == 16
     (bi, bh, bw), flat = tile.box(height, width)
     products = [x for products in weights for x in products]
+    assert len(products) <= (1 if up else PRODUCTS)
     forms = [x.shape[::-1] if up else x.shape for x in products]
     steps = triton.cdiv(n, bi) * triton.cdiv(height, bh) * triton.cdiv(width, bw)
     tiles = taps * sum(triton.cdiv(c, sum(tile.rows)) * triton.cdiv(k, sum(tile.columns)) for c, k in forms)

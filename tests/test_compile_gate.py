@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import kernels
 from kernels.jit import INTERPRET, Launch
+from kernels.tracing import OnGPU
+from tests.conftest import in_turn
 from tests.gate import loops, planted, table
 from tests.gate.build import Facts, compile_all, compile_presets, workers
 from tests.gate.collect import CAPABILITIES, CASES, Job, distinct, job
@@ -20,6 +24,7 @@ def presets():
     return compile_presets()
 
 
+@in_turn
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_limits(presets, capability):
     """Those of design §5, in every version of Triton."""
@@ -35,6 +40,7 @@ def test_limits_of_everything():
     assert not failures, "\n".join(["", *failures])
 
 
+@in_turn
 def test_table(presets):
     """A change to what kernels are compiled to shows in the table's diff."""
     if not table.PATH.exists():
@@ -43,6 +49,7 @@ def test_table(presets):
     assert not changes, "\n".join(["", *changes, "", "If that is what you want: python -m tests.gate --update"])
 
 
+@in_turn
 def test_loops(presets):
     """Nor does one to the main loops of the convolutions go unseen."""
     if not loops.PATH.exists():
@@ -88,6 +95,7 @@ def found():
         return {(jobs[x], x.capability): list(violations(x, f)) for x, f in compile_all(pool, list(jobs)).items()}
 
 
+@in_turn
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted(found, name):
     """Each fault is named, and nothing else."""
@@ -96,6 +104,21 @@ def test_planted(found, name):
         messages = found[name, capability]
         assert all(any(text in m for m in messages) for text in expected), messages
         assert all(any(text in m for text in expected) for m in messages), messages
+
+
+@in_turn
+def test_sizes_of_one():
+    """Integers that are 1 are constants to Triton: a network of one class, one image of one pixel."""
+    launches = []
+    with FakeTensorMode(), OnGPU(launches.append, 90):
+        kernels.mp_weight(torch.empty(64, 1, requires_grad=True)).sum().backward()
+        x = torch.empty(1, 1, 1, 8, dtype=torch.float16, requires_grad=True)
+        y = kernels.cat_silu(x, x, 0.5)
+        y.backward(torch.empty_like(y))
+    jobs = [job(x, 90) for x in launches]
+    assert {x.name for x in jobs} >= {"mp_weight_kernel", "mp_weight_backward_kernel", "cat_silu_kernel", "cat_silu_backward_kernel"}
+    with workers() as pool:
+        assert not {x.name: f.failure for x, f in compile_all(pool, jobs).items() if f.failure}
 
 
 @pytest.mark.parametrize(

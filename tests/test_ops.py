@@ -244,6 +244,16 @@ def test_nothing_is_saved_without_gradients(case, guard):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("module", [kernels, reference], ids=["op", "reference"])
+@pytest.mark.parametrize("name", [f"residual_branch_{kind}" for kind in ("norm", "norm_fork", "silu", "up", "cat")] + ["attention_branch"])
+def test_activated_results(name, module):
+    """MP-SiLU(activate·y), without a gradient of its own."""
+    case = CASES[name]
+    y, s, *_ = getattr(module, name)(*case.inputs(torch.float64), **case.kwargs, activate=0.7)
+    assert y.requires_grad and not s.requires_grad
+    torch.testing.assert_close(s, reference.mp_silu(y.detach(), 0.7))
+
+
 @every_case
 def test_partial_gradients(case):
     """Any single input may be the only one that needs a gradient: frozen weights, first layers."""
