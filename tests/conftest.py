@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
 # Nothing more here: a machine with a GPU may have nothing else, and its tests need nothing else.
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import quicken
+
+    quicken()
+
 GOLDEN = Path(__file__).parent / "golden"
 in_turn = pytest.mark.xdist_group("in_turn")  # never two of these at a time: they heed the clock or take all cores
 
