@@ -6,8 +6,6 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PY := .venv/bin/python
 # Once more, with the kernels in Triton's interpreter:
 INTERPRETED := $(addprefix tests/test_,adam.py attention.py bad_input.py bench_convs.py bench_tune.py conv.py conv_library.py conv_up.py interpreter.py linear.py ops.py prepared.py registration.py triton_network.py)
-# A process for each core, which computes in one thread:
-PARALLEL := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --dist loadgroup
 NET := out/demo/network-snapshot-0000115.200-0.100.safetensors
 
 .PHONY: demo test torture bench clean
@@ -21,8 +19,8 @@ demo: .venv/installed-demo
 	$(PY) -m edm2 metrics recognise --net=$(NET) --data=out/digits.zip
 
 test: .venv/installed-test
-	$(PARALLEL)
-	TRITON_INTERPRET=1 $(PARALLEL) $(INTERPRETED)
+	$(PY) -m pytest -q
+	TRITON_INTERPRET=1 $(PY) -m pytest -q $(INTERPRETED)
 
 torture: .venv/installed-test
 	$(PY) -m pytest -q -m torture

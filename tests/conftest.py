@@ -18,13 +18,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
 
 GOLDEN = Path(__file__).parent / "golden"
-in_turn = pytest.mark.xdist_group("in_turn")  # never two of these at a time: they heed the clock or take all cores
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: the cores that this process may use, each with a gigabyte of memory for its tests."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
 
 
 def pytest_collection_modifyitems(config, items):

@@ -31,7 +31,7 @@ from bench.sampling import sample_case
 from edm2.backends import full_precision
 from edm2.summary import saved_bytes
 from kernels.jit import OPTIONS, Launch, RecordedBox, _mock, _tensor, warm, warm_key
-from tests.conftest import in_turn, relative_error, tiny_net
+from tests.conftest import relative_error, tiny_net
 from tests.gate.build import workers
 
 ROOT = Path(__file__).parent.parent
@@ -238,7 +238,6 @@ def planted():
     yield Case("kernels/last", lambda device: ones, needs_gpu=False)
 
 
-@in_turn
 class TestIsolated:
     def test_crashes_and_hangs_cost_one_case(self, tmp_path):
         cases = [case for case in planted() if "compile" not in case.name]
@@ -302,7 +301,6 @@ def triton_code(kernel, args, options) -> str:
 
 
 class TestGpu:
-    @in_turn
     def test_tests_are_counted_and_stopped(self, tmp_path):
         (tmp_path / "test_x.py").write_text(
             "import pytest, time\n"
@@ -335,7 +333,6 @@ class TestGpu:
         assert {kernel for kernel, *_ in compiled} == {x.kernel for x in launches} and len(compiled) < len(launches)
         assert not any(isinstance(arg, torch.Tensor) for _, args, _ in compiled for arg in args)
 
-    @in_turn
     def test_what_is_compiled_ahead_is_what_a_launch_looks_for(self):
         """Arguments that stand in for tensors and descriptors ask Triton for the code that the real ones will ask for."""
         with workers() as pool:
@@ -362,7 +359,6 @@ class TestGpu:
         candidates["edm2"] = {"failure": "no luck"}
         assert gpu.answer([result]).endswith("edm2 no luck, eager (200), compile (400)")
 
-    @in_turn
     def test_rehearsal(self, tmp_path, monkeypatch):
         """Tests, compilation ahead, a case in a process of its own, the table."""
         monkeypatch.chdir(tmp_path)

@@ -33,7 +33,6 @@ from kernels.conv_tiles import CONV, WGRAD, ConvTile, Row, WgradTile
 from kernels.jit import INTERPRET, Launch
 from kernels.tracing import OnGPU
 from kernels.wgrad import Product, weight_gradients
-from tests.conftest import in_turn
 from tests.gate.build import compile_all, workers
 from tests.gate.collect import job
 
@@ -276,7 +275,6 @@ def sums(tile, x=None, weights=None, **others):
 
 
 @no_kernels
-@in_turn
 class TestRehearsal:
     """With times made up by tile: the later a candidate, the quicker."""
 
@@ -385,7 +383,6 @@ def test_candidates_agree(op, taps, tmp_path, monkeypatch):
 
 
 @no_kernels
-@in_turn
 class TestDryRun:
     def test_rehearses_all_kinds(self):
         assert {(x.row.taps, x.row.op) for x in small(90)} == set(product((1, 9, 16), WAYS.values()))

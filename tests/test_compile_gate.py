@@ -8,7 +8,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import kernels
 from kernels.jit import INTERPRET, Launch
 from kernels.tracing import OnGPU
-from tests.conftest import in_turn
 from tests.gate import loops, planted, table
 from tests.gate.build import Facts, compile_all, compile_presets, workers
 from tests.gate.collect import CAPABILITIES, CASES, Job, distinct, job
@@ -24,7 +23,6 @@ def presets():
     return compile_presets()
 
 
-@in_turn
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_limits(presets, capability):
     """Those of design §5, in every version of Triton."""
@@ -40,7 +38,6 @@ def test_limits_of_everything():
     assert not failures, "\n".join(["", *failures])
 
 
-@in_turn
 def test_table(presets):
     """A change to what kernels are compiled to shows in the table's diff."""
     if not table.PATH.exists():
@@ -49,7 +46,6 @@ def test_table(presets):
     assert not changes, "\n".join(["", *changes, "", "If that is what you want: python -m tests.gate --update"])
 
 
-@in_turn
 def test_loops(presets):
     """Nor does one to the main loops of the convolutions go unseen."""
     if not loops.PATH.exists():
@@ -95,7 +91,6 @@ def found():
         return {(jobs[x], x.capability): list(violations(x, f)) for x, f in compile_all(pool, list(jobs)).items()}
 
 
-@in_turn
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted(found, name):
     """Each fault is named, and nothing else."""
@@ -106,7 +101,6 @@ def test_planted(found, name):
         assert all(any(text in m for text in expected) for m in messages), messages
 
 
-@in_turn
 def test_sizes_of_one():
     """Integers that are 1 are constants to Triton: a network of one class, one image of one pixel."""
     launches = []
