@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from edm2.network import Block, MPConv, MPFourier, Precond, UNet, normalized_weights
+from edm2.layers import MPConv, MPFourier, normalized_weights
+from edm2.network import Block, Precond, UNet
 from edm2.phema import power_function_beta
 
 

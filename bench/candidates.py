@@ -27,7 +27,7 @@ def candidates(row: Row, images: int) -> list[Tile]:
         found = [*bases, *chain.from_iterable(map(_neighbours, bases)), *(replace(present, waves=n) for n in WAVES)]
     else:
         present = conv_tiles.conv(row, images)
-        lists = _unpadded(CONV[row.kind], lambda tiles: _padded(row.channels, tiles[0].channels))
+        lists = _unpadded(CONV[row.kind], lambda tiles: row.blocks(sum(tiles[0].channels)) * sum(tiles[0].channels))
         bases = [present, *(tile for tiles in lists for tile in tiles if tile.pixels == present.pixels)]
         found = conv_tiles.allowed(row, [present, *chain.from_iterable(lists), *chain.from_iterable(map(_neighbours, bases))])
     return list(dict.fromkeys(tile for tile in found if tile == present or fits(tile, row.kind)))

@@ -13,7 +13,7 @@ import edm2
 import kernels
 from bench.case import Candidates, Case, data_size
 from bench.library import gemm_case
-from edm2.network import MPConv
+from edm2.layers import MPConv
 from kernels import conv_tiles, library
 from kernels.convolve import convolve
 from kernels.jit import serves
@@ -92,7 +92,7 @@ def conv_case(way: str, n: int, res: int, cin: int, cout: int, k: int, count: in
 def row(way: str, k: int, res: int, cin: int, cout: int) -> list[Any]:
     """What `kernels.conv_tiles.LIBRARY` calls this convolution, but for the kind of matrix product."""
     depth, channels = (cout, cin) if way == "dgrad" else (cin, cout)
-    return [WAYS[way], k * k, res, res, depth, channels]
+    return [WAYS[way], k * k, res, res, depth, channels, 0]
 
 
 def input_gradient(g: Tensor, w: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from bench.baseline import Baseline
 from bench.case import REFERENCE, Candidates, Case
 from bench.ledger import fake_network
 from bench.models import compile_for, compile_name, make_network
-from edm2.network import MPConv
+from edm2.layers import MPConv
 from edm2.weights import StepWeights
 from kernels import reference
 from kernels.eager import up_weight_backward

@@ -6,8 +6,9 @@ from typing import Any
 from edm2 import phema
 from edm2.config import TrainingConfig
 from edm2.errors import UserError
+from edm2.layers import force_weight_norm_
 from edm2.loss import EDM2Loss, denoising_loss
-from edm2.network import Precond, force_weight_norm_
+from edm2.network import Precond
 from edm2.optimizer import EDM2Optimizer, learning_rate_schedule
 from edm2.presets import PRESETS, build
 from edm2.sampler import edm_sampler

@@ -5,88 +5,17 @@ Parameter names and shapes are those of the official release. Inside the U-Net, 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels as ops
-from kernels.reference import EPS, NO_FACTORS, Branch, Factors, cat_scales, joined_factors
-
-if TYPE_CHECKING:
-    from kernels.weight import PreparedWeight
-
-
-class MPFourier(nn.Module):
-    """Random Fourier features of unit variance, Eq. 75: `[N]` → fp32 `[N, num_channels]`."""
-
-    def __init__(self, num_channels: int, bandwidth: float = 1.0):
-        super().__init__()
-        self.register_buffer("freqs", 2 * math.pi * torch.randn(num_channels) * bandwidth)
-        self.register_buffer("phases", 2 * math.pi * torch.rand(num_channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.mp_fourier(x.float().contiguous(), self.freqs.float(), self.phases.float())
-
-
-class MPConv(nn.Module):
-    """Weight-normalised convolution or (with `kernel=()`) linear layer without bias, Eq. 47 and 66.
-
-    The raw weight `[out, in, *kernel]` is fp32. `forward` never writes to it: see `force_weight_norm_`. `heads` orders
-    the rows of a qkv weight; `up`: it convolves behind an up-sampling that its op does; `factors` scale what it gives its op.
-    `prepared` is the weight as the ops want it, where `edm2.weights` has made it beforehand.
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel: Sequence[int] = (),
-        heads: int = 0,
-        up: bool = False,
-        factors: Factors = NO_FACTORS,
-    ):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(out_channels, in_channels, *kernel))
-        self.heads, self.up, self.factors = heads, up, factors
-        self.prepared = None
-
-    def prepare(self, dtype: torch.dtype, gain: Tensor | None = None) -> "Tensor | PreparedWeight":
-        """The weight as the ops want it, `[taps, out, in]`: see `kernels.mp_weight`."""
-        if self.prepared is not None:
-            return self.prepared
-        return ops.mp_weight(self.weight, gain, dtype, self.heads, self.up, self.factors)
-
-    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        op = ops.conv if self.weight.ndim == 4 else ops.linear
-        return op(x, self.prepare(x.dtype, gain))
-
-
-@torch.no_grad()
-def force_weight_norm_(net: nn.Module) -> None:
-    """Forced normalisation of every weight in place, Eq. 47: each row gets an RMS of (almost) 1.
-
-    For weights that are fresh or foreign (initialisation, import, fine-tuning). The optimizer does it after every
-    step. Not idempotent in floating point, hence never on resume.
-    """
-    normalize_rows_(normalized_weights(net))
-
-
-@torch.no_grad()
-def normalize_rows_(weights: Sequence[Tensor]) -> None:
-    """Normalise each row of each weight `[out, …]` in place, all weights in few launches."""
-    scales = [torch.linalg.vector_norm(w, dim=tuple(range(1, w.ndim)), keepdim=True) for w in weights]
-    torch._foreach_mul_(scales, [1 / math.sqrt(w[0].numel()) for w in weights])
-    torch._foreach_add_(scales, EPS)
-    torch._foreach_div_(weights, scales)
-
-
-def normalized_weights(net: nn.Module) -> list[nn.Parameter]:
-    """The parameters under forced weight normalisation: those of every `MPConv`."""
-    return [module.weight for module in net.modules() if isinstance(module, MPConv)]
+from edm2.layers import MPConv, MPFourier
+from kernels.reference import NO_FACTORS, Branch, cat_scales, joined_factors
 
 
 class Block(nn.Module):
@@ -182,7 +111,7 @@ class Block(nn.Module):
         return self._attend(y, activate) if self.heads else y
 
     def _encode(self, x: Tensor, m: Tensor, activate: float | None, clip_x: float | None) -> tuple[Tensor, ...]:
-        if self.conv_skip is not None or (self.training and self.dropout) or not (self._halves or self.resample_mode == "keep"):
+        if self.conv_skip is not None or self._goes_by_parts or not (self._halves or self.resample_mode == "keep"):
             x, other = ops.fork(x, clip_x)
             y = self.forward(x, m, activate=activate)
             return (y, other) if activate is None else (*y, other)
@@ -247,6 +176,9 @@ class Block(nn.Module):
     def _attend(self, x: Tensor, activate: float | None) -> Branch:
         w_qkv, w_proj = self.attn_qkv.prepare(x.dtype), self.attn_proj.prepare(x.dtype)
         return ops.attention_branch(x, w_qkv, w_proj, self.heads, self.attn_balance, self.clip_act, activate)
+
+
+Skip = tuple[Tensor, Tensor | None]  # an output of the encoder, and as its reader in the decoder wants it activated
 
 
 class UNet(nn.Module):
@@ -322,8 +254,14 @@ class UNet(nn.Module):
         With a weight prepared for the step, zeros follow after the C channels.
         """
         modulations = iter(self.modulations(self.embed(c_noise, labels), x.dtype))
+        x, activated, skips = self._encode(x, modulations)
+        x = self._decode(x, activated, skips, modulations)
+        return self.out_conv(x, gain=self.out_gain)
+
+    def _encode(self, x: Tensor, modulations: Iterator[Tensor]) -> tuple[Tensor, Tensor | None, list[Skip]]:
+        """x and, for the first block of the decoder, x activated; the skips."""
         decoder = list(self.dec.values())
-        scales = [block.reads_activated[1] for block in decoder if block.skip_channels]  # of skips, the last first
+        scales = [block.reads_activated[1] for block in decoder if block.skip_channels]  # of the skips, the last first
         skips, clip, activated = [], None, None
         for module in self.enc.values():
             scale = scales.pop()
@@ -336,15 +274,17 @@ class UNet(nn.Module):
                 activated = None if scale is None else ops.mp_silu(x.detach(), scale)
         x, skip = ops.fork(x, clip)
         skips.append((skip, activated))
-        if scale != decoder[0].reads_activated[0]:
-            activated = None
+        return x, activated if scale == decoder[0].reads_activated[0] else None, skips
+
+    def _decode(self, x: Tensor, activated: Tensor | None, skips: list[Skip], modulations: Iterator[Tensor]) -> Tensor:
+        decoder = list(self.dec.values())
         for block, reader in zip(decoder, [*decoder[1:], None]):
             skip, activated_skip = skips.pop() if block.skip_channels else (None, None)
             scale = None if reader is None else reader.reads_activated[0]
             y = block(x, next(modulations), skip, (activated, activated_skip), scale)
             x, activated = (y, None) if scale is None else y
         (x,) = ops.fork(x, decoder[-1].clip_act, 1)
-        return self.out_conv(x, gain=self.out_gain)
+        return x
 
     def blocks(self) -> list[Block]:
         """In the order of `forward`."""

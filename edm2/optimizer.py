@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edm2.network import normalize_rows_, normalized_weights
+from edm2.layers import normalize_rows_, normalized_weights
 from edm2.phema import power_function_beta
 from edm2.weights import StepWeights
 from kernels.fallback import note

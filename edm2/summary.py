@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from edm2.layers import MPConv
 from edm2.loss import denoising_loss
-from edm2.network import MPConv, Precond
+from edm2.network import Precond
 
 BYTES_PER_PARAMETER = 4 * 4  # fp32 weight, gradient, two Adam moments
 

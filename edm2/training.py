@@ -17,8 +17,9 @@ from edm2.data import ImageDataset, batches
 from edm2.distributed import Processes, processes
 from edm2.errors import UserError
 from edm2.latents import Encoder, encoder_for
+from edm2.layers import force_weight_norm_
 from edm2.loss import EDM2Loss, denoising_loss
-from edm2.network import Precond, force_weight_norm_
+from edm2.network import Precond
 from edm2.optimizer import EDM2Optimizer, learning_rate_schedule
 from edm2.snapshot import load_snapshot, write_tensors
 from edm2.stats import NonfiniteGuard, StatusLog

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from edm2.network import MPConv, Precond
+from edm2.layers import MPConv
+from edm2.network import Precond
 
 if find_spec("triton"):
     from kernels.prepared import Member, PreparedWeights, RawWeight

@@ -63,7 +63,7 @@ class WgradTile:
 
 class Row(NamedTuple):
     """What the tables below know a convolution by: kind of matrix product, "forward", "input gradient" or "weight gradient",
-    taps, height, width, input and output channels of what is computed."""
+    taps, height, width, input and output channels of what is computed, and of the latter those that are a tensor of their own."""
 
     kind: str
     op: str
@@ -72,6 +72,11 @@ class Row(NamedTuple):
     width: int
     depth: int
     channels: int
+    rest: int = 0
+
+    def blocks(self, size: int) -> int:
+        """Of `size` output channels; each tensor starts with a block of its own."""
+        return -(-(self.channels - self.rest) // size) + -(-self.rest // size)
 
 
 # Kind of matrix product → tiles of each number of channels, the most pixels first. Fewer pixels are for small batches,
@@ -116,8 +121,8 @@ TUNED: dict[Row, list[ConvTile] | WgradTile] = {}
 LIBRARY: set[Row] = set()
 
 
-def row(capability: int, op: str, taps: int, height: int, width: int, depth: int, channels: int) -> Row:
-    return Row(kind(capability), op, taps, height, width, depth, channels)
+def row(capability: int, op: str, taps: int, height: int, width: int, depth: int, channels: int, rest: int = 0) -> Row:
+    return Row(kind(capability), op, taps, height, width, depth, channels, rest)
 
 
 def kind(capability: int) -> str:
@@ -130,11 +135,12 @@ def library(itemsize: int) -> bool:
     return itemsize == 4
 
 
-def conv(row: Row, images: int, rest: int = 0) -> ConvTile:
-    """For a convolution or an input gradient of `images`; the last `rest` channels have tiles of their own."""
+def conv(row: Row, images: int) -> ConvTile:
+    """For a convolution or an input gradient of `images`."""
 
     def cost(tiles: Sequence[ConvTile]) -> float:
-        return sum(_cost(channels, sum(tiles[0].channels), tiles[0].pixels) for channels in (row.channels - rest, rest))
+        size = sum(tiles[0].channels)
+        return _cost(row.blocks(size) * size, size, tiles[0].pixels)
 
     tiles = TUNED.get(row) or allowed(row, min(CONV[row.kind], key=cost))
     return next((tile for tile in tiles if fills(tile, row, images)), tiles[-1])
@@ -151,7 +157,7 @@ def fills(tile: ConvTile, row: Row, images: int) -> bool:
     """Are there programs for nine tenths of the multiprocessors?"""
     phases = 4 if row.taps == 16 and row.op == "forward" else 1
     pixels = phases * images * row.height * row.width
-    return -(-row.channels // sum(tile.channels)) * (pixels // tile.pixels) > 0.9 * MULTIPROCESSORS
+    return row.blocks(sum(tile.channels)) * (pixels // tile.pixels) > 0.9 * MULTIPROCESSORS
 
 
 def wgrad(row: Row) -> WgradTile:

@@ -71,7 +71,7 @@ def convolve(
     if up == "gradient":
         height, width = height // 2, width // 2
     op = "input gradient" if transposed else "forward"
-    row = conv_tiles.row(capability(x), op, w.shape[0], height, width, depth, channels)
+    row = conv_tiles.row(capability(x), op, w.shape[0], height, width, depth, channels, rest.channels if rest else 0)
     in_table = training and not sources and w.shape[0] != 16 and row in conv_tiles.LIBRARY
     by_library = in_table or conv_tiles.library(x.element_size())
     u = _library(x, w, transposed, sources) if by_library else None
@@ -88,7 +88,7 @@ def convolve(
     with_dm = epilogue == "silu_grad"
     if 0 in (n, height, width):
         return first.y, torch.zeros_like(m) if with_dm else second.y if rest else first.extra
-    tile = tile or conv_tiles.conv(row, n, rest.channels if rest else 0)
+    tile = tile or conv_tiles.conv(row, n)
     bi, bh, bw = tile.box(height, width, whole=up == "output")
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
     tiles = triton.cdiv(n, bi) * tiles_image

@@ -96,6 +96,7 @@ def finish_quarter(
         value = modulated(dt, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN)
     store_pixels(y, value, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES, phase, UP == "output")
     if EPILOGUE == "sum" and extra is not None:  # last: one result's registers at a time
+        tl.static_assert(UP != "output")
         rounded = value.to(extra.dtype if BOXES else extra.dtype.element_ty).to(tl.float32)
         store_pixels(extra, mp_silu(rounded * scale_act), image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES)
 

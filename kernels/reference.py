@@ -64,8 +64,8 @@ def mp_weight(
 
     Each row is normalised, scaled by `gain / sqrt(fan_in)` in fp32 and cast. `gain` is a learned scalar (Eq. 104)
     or None for 1. With `heads`, the rows of a qkv weight move from the checkpoint's order (head, channel, q|k|v)
-    to (head, q|k|v, channel), which `cosine_attention` expects. `up` makes a 3×3 weight `[16, Cout, Cin]`: see `up_weight`. `factors` are
-    multiplied before the cast.
+    to (head, q|k|v, channel), which `cosine_attention` expects. `up` makes a 3×3 weight `[16, Cout, Cin]`: see
+    `up_weight`. `factors` are multiplied before the cast.
     """
     if w.ndim not in (2, 4) or (w.ndim == 4 and w.shape[2] != w.shape[3]):
         raise ValueError(f"w: expected [Cout, Cin] or [Cout, Cin, k, k], got {list(w.shape)}")

@@ -8,7 +8,7 @@ from torch import nn
 
 import edm2
 import kernels.prepared
-from edm2.network import MPConv
+from edm2.layers import MPConv
 from kernels.adam import AdamPass
 from kernels.jit import INTERPRET
 from kernels.prepared import PreparedWeights, RawWeight

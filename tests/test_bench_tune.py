@@ -86,6 +86,10 @@ def launched(run, capability: int = 90) -> list[Launch]:
     return products(found)
 
 
+def launched_by(found: Problem | Call, tile: Tile | None, capability: int = 90) -> list[Launch]:
+    return launched(lambda: found.on(torch.device("cpu"))(tile), capability)
+
+
 def products(launches: list[Launch]) -> list[Launch]:
     return [x for x in launches if x.kernel.__name__ in ("conv_kernel", "wgrad_kernel")]
 
@@ -119,7 +123,7 @@ class TestProblems:
         """One after the other, and with the candidate."""
         for problem in problems(256, 90):
             tile = problem.candidates[-1]
-            found = launched(lambda: problem.on(torch.device("cpu"))(tile))  # noqa: B023
+            found = launched_by(problem, tile)
             assert len(found) == len(problem.calls) and sum(x.flops for x in found) == sum(call.flops for call in problem.calls)
             assert all(constants(tile).items() <= x.options.items() for x in found)
 
@@ -187,7 +191,7 @@ class TestCandidates:
             for tile in candidates(row, images):
                 key = row.kind, form(row), replace(tile, waves=3) if isinstance(tile, WgradTile) else tile
                 if key not in held:
-                    (launch,) = launched(lambda: heaviest[form(row)].on(torch.device("cpu"))(tile), capability)  # noqa: B023
+                    (launch,) = launched_by(heaviest[form(row)], tile, capability)
                     held[key] = job(launch, capability), shared(tile, row.kind)
         with workers() as pool:
             found = compile_all(pool, list({x for x, _ in held.values()}))
@@ -233,9 +237,9 @@ class TestRows:
             tile = next(tile for tile in others if constants(tile) != constants(present))
             for call in problem.calls:
                 monkeypatch.setattr(conv_tiles, "TUNED", {})
-                untuned = launched(lambda: call.on(torch.device("cpu"))(None))  # noqa: B023
+                untuned = launched_by(call, None)
                 monkeypatch.setattr(conv_tiles, "TUNED", table(table_row(problem.row, tile, problem.images)))
-                tuned = launched(lambda: call.on(torch.device("cpu"))(None))  # noqa: B023
+                tuned = launched_by(call, None)
                 assert constants(present).items() <= untuned[0].options.items()
                 assert constants(tile).items() <= tuned[0].options.items(), call
 

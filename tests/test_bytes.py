@@ -11,7 +11,7 @@ import kernels
 from bench.cases import kernel_cases
 from bench.ledger import fake_network, make_state
 from bench.ops import PLAIN, Call, calls_of, traffic
-from edm2.network import MPConv
+from edm2.layers import MPConv
 from edm2.weights import StepWeights
 from kernels.tracing import OnGPU
 

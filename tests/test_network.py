@@ -9,7 +9,8 @@ import torch
 
 import edm2
 from bench.baseline import Baseline
-from edm2.network import Block, MPFourier
+from edm2.layers import MPFourier
+from edm2.network import Block
 from edm2.summary import multiply_adds, parameter_count, saved_bytes
 from edm2.weights import StepWeights
 from tests.conftest import Golden, relative_error, tiny_net

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import edm2
-from edm2.network import normalized_weights
+from edm2.layers import normalized_weights
 from edm2.weights import StepWeights
 from kernels.jit import recording
 from tests.conftest import Golden, relative_error, tiny_net
