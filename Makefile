@@ -4,8 +4,6 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PY := .venv/bin/python
-# Once more, with the kernels in Triton's interpreter:
-INTERPRETED := $(addprefix tests/test_,adam.py attention.py bad_input.py bench_convs.py bench_tune.py conv.py conv_library.py conv_up.py interpreter.py linear.py ops.py prepared.py registration.py triton_network.py)
 NET := out/demo/network-snapshot-0000115.200-0.100.safetensors
 
 .PHONY: demo test torture bench clean
@@ -19,8 +17,7 @@ demo: .venv/installed-demo
 	$(PY) -m edm2 metrics recognise --net=$(NET) --data=out/digits.zip
 
 test: .venv/installed-test
-	$(PY) -m pytest -q
-	TRITON_INTERPRET=1 $(PY) -m pytest -q $(INTERPRETED)
+	$(PY) -m tests
 
 torture: .venv/installed-test
 	$(PY) -m pytest -q -m torture

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain, islice, product
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -15,10 +15,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.case import Case
-from bench.convs import LIBRARY
 from bench.ledger import launches_of
 from bench.runner import OURS, UNFINISHED, Save, blank, broken, reason, run_case, this_device
 from edm2.backends import full_precision
+from kernels import batch_invariance
 from kernels.jit import Launch, warm, warm_key
 from kernels.tracing import OnGPU
 
@@ -174,8 +174,11 @@ def to_warm(source: Source, names: Sequence[str], preset: str, batch: int, capab
 
 
 def _step_launches(preset: str, batch: int, capability: int) -> Iterator[Launch]:
-    for n, phase in ((batch, "train"), *((n, "eval") for n in (1, 8, 64))):
-        yield from launches_of("this project", preset, n, phase, capability)
+    yield from launches_of("this project", preset, batch, "train", capability)
+    for n, invariant in product((1, 8, 64), (False, True)):
+        with batch_invariance(invariant):
+            found = launches_of("this project", preset, n, "eval", capability)
+        yield from found
 
 
 def _launches_of_cases(source: Source, names: set[str], capability: int) -> Iterator[Launch]:
@@ -189,7 +192,7 @@ def case_launches(case: Case, capability: int) -> list[Launch]:
     launches: list[Launch] = []
     with FakeTensorMode(), OnGPU(launches.append, capability):
         for name, run in case.build(torch.device("cpu")).items():
-            if name in (OURS, LIBRARY):
+            if name.startswith(OURS):
                 run()
     return launches
 

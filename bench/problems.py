@@ -31,7 +31,7 @@ from kernels.jit import Launch, recording
 from kernels.wgrad import joint_gradients
 
 FUNCTIONS: dict[str, Callable] = {"convolve": convolve, "joint_gradients": joint_gradients}
-LEFT_OUT = {"tile", "later", "sums", "training"}  # sums run at once, and kernels compute
+LEFT_OUT = {"tile", "later", "sums", "training", "split"}  # sums run at once, whole, and kernels compute
 KINDS = {16: "conv3x3-up", 9: "conv3x3", 1: "conv1x1"}  # by taps
 
 

@@ -12,7 +12,9 @@ from bench.case import Candidates, Case, data_size
 from bench.models import compile_name, compiled_baseline, macs, make_inputs, make_network
 from edm2.errors import UserError
 from edm2.latents import LatentEncoder, RGBEncoder
+from kernels import batch_invariance
 
+INVARIANT = "edm2 batch-invariant"  # the same bits in any batch, as images are generated
 GUIDANCE = 1.4  # published for EDM2-S with EDM2-XS; any but 1 takes the same time
 DECODED_AT_ONCE = 8  # a layer of the decoder takes 134 MB per image
 
@@ -48,8 +50,10 @@ def sample_case(
 
         wraps = {"eager": Baseline, "eager channels-last": lambda net: Baseline(net, fast=True)}
         wraps |= {compile_name(device, mode): compiled, "edm2": lambda net: net}
+        if not steps:
+            wraps[INVARIANT] = lambda net: batch_invariance()(net)
         if mode is not None:
-            del wraps["eager"], wraps["edm2"]
+            wraps = {name: wraps[name] for name in ("eager channels-last", compile_name(device, mode))}
         return {name: candidate(wrap) for name, wrap in wraps.items()}
 
     evaluations = max(1, 2 * steps - 1)

@@ -9,6 +9,7 @@ package knows nothing of training and sampling.
 from importlib.util import find_spec
 
 from kernels.fallback import FallbackWarning, clear_fallbacks, fallbacks
+from kernels.invariance import batch_invariance
 
 if find_spec("triton"):
     from kernels.attention import cosine_attention
@@ -61,6 +62,7 @@ else:
 __all__ = [
     "FallbackWarning",
     "attention_branch",
+    "batch_invariance",
     "cat_silu",
     "clear_fallbacks",
     "conv",
@@ -89,7 +91,7 @@ __all__ = [
     "residual_branch_up",
     "uncertainty_loss",
 ]
-OPS = [name for name in __all__ if name not in ("FallbackWarning", "clear_fallbacks", "coverage", "fallbacks")]
+OPS = [name for name in __all__ if name not in ("FallbackWarning", "batch_invariance", "clear_fallbacks", "coverage", "fallbacks")]
 
 
 def coverage(device: str = "cuda") -> dict[str, str]:

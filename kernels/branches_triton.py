@@ -82,8 +82,8 @@ def residual_branch_cat(
     activate: float | None, saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     first, second = sources(s_a, s_b, w0)
-    v, u = convolve(*first, "silu", sources=[second], m=rows(m), with_extra=saves)
-    y, extra = convolve(dense(v), dense(w1), sources=sources(a, b, w_skip), clip=clip, **_activation(activate))
+    v, u = convolve(*first, "silu", sources=[second], m=rows(m), with_extra=saves, split=not saves)
+    y, extra = convolve(dense(v), dense(w1), sources=sources(a, b, w_skip), clip=clip, **_activation(activate), split=not saves)
     return y, _or_nothing(extra, y), *saved(saves, v, _or_nothing(u, v))
 
 
@@ -146,7 +146,7 @@ def _sum(
     """`conv_sum`, and MP-SiLU(activate·y). In training, which is that of a whole branch, the table may name the library."""
     scale, scale_conv = sum_scales(t)
     factors = dict(scale=scale_conv, scale_aux=scale, clip=clip, **_activation(activate))
-    y, extra = convolve(dense(x), dense(w), aux=dense(residual), **factors, training=training)
+    y, extra = convolve(dense(x), dense(w), aux=dense(residual), **factors, training=training, split=not training)
     return y, _or_nothing(extra, y)
 
 

@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 import triton
 
+from kernels.invariance import is_batch_invariant
+
 RATE = 35  # bytes per clock and multiprocessor, an assumption: about 6 TB/s on an H100
 MULTIPROCESSORS = 132  # that work is divided for; a constant, so that sums have one order on every device
+FEW_IMAGES, LEAST_STEPS = 4, 12  # where sums are divided for evaluations: the middle of 1 to 8 images, steps of a part
 
 
 @dataclass(frozen=True)
@@ -135,15 +138,32 @@ def library(itemsize: int) -> bool:
     return itemsize == 4
 
 
-def conv(row: Row, images: int) -> ConvTile:
-    """For a convolution or an input gradient of `images`."""
+def parts(row: Row, images: int) -> int:
+    """Into how many the sum of a convolution is divided for an evaluation of `images`, a row of its taps in each.
+
+    3 where in one piece the smallest tiles would leave more than half of the multiprocessors idle, and each part has steps
+    enough to be worth a second pass; whatever the number of images if that must not change a bit.
+    """
+    images = FEW_IMAGES if is_batch_invariant() else images
+    tile = _listed(row)[-1]
+    programs = row.blocks(sum(tile.channels)) * -(-images * row.height * row.width // tile.pixels)
+    steps = row.taps // 3 * -(-row.depth // tile.block_k)
+    return 3 if row.op == "forward" and row.taps == 9 and 2 * programs <= MULTIPROCESSORS and steps >= LEAST_STEPS else 1
+
+
+def conv(row: Row, images: int, parts: int = 1) -> ConvTile:
+    """For a convolution or an input gradient of `images`, in so many parts."""
+    tiles = TUNED.get(row) or _listed(row)
+    return next((tile for tile in tiles if fills(tile, row, images, parts)), tiles[-1])
+
+
+def _listed(row: Row) -> list[ConvTile]:
 
     def cost(tiles: Sequence[ConvTile]) -> float:
         size = sum(tiles[0].channels)
         return _cost(row.blocks(size) * size, size, tiles[0].pixels)
 
-    tiles = TUNED.get(row) or allowed(row, min(CONV[row.kind], key=cost))
-    return next((tile for tile in tiles if fills(tile, row, images)), tiles[-1])
+    return allowed(row, min(CONV[row.kind], key=cost))
 
 
 def allowed(row: Row, tiles: Iterable[ConvTile]) -> list[ConvTile]:
@@ -153,9 +173,9 @@ def allowed(row: Row, tiles: Iterable[ConvTile]) -> list[ConvTile]:
     return [tile for tile in tiles if tile.pixels <= most]
 
 
-def fills(tile: ConvTile, row: Row, images: int) -> bool:
+def fills(tile: ConvTile, row: Row, images: int, parts: int = 1) -> bool:
     """Are there programs for nine tenths of the multiprocessors?"""
-    phases = 4 if row.taps == 16 and row.op == "forward" else 1
+    phases = 4 if row.taps == 16 and row.op == "forward" else parts
     pixels = phases * images * row.height * row.width
     return row.blocks(sum(tile.channels)) * (pixels // tile.pixels) > 0.9 * MULTIPROCESSORS
 

@@ -38,7 +38,7 @@ def conv_backward(g: Tensor, x: Tensor, w: Tensor, with_dx: bool = True) -> tupl
 
 
 def conv_silu(x: Tensor, w: Tensor, master: Tensor | None, m: Tensor, saves: bool) -> tuple[Tensor, Tensor]:
-    v, u = convolve(dense(x), dense(w), "silu", m=rows(m), with_extra=saves, training=saves)
+    v, u = convolve(dense(x), dense(w), "silu", m=rows(m), with_extra=saves, training=saves, split=not saves)
     return v, v.new_empty(0) if u is None else u
 
 

@@ -15,6 +15,7 @@ from kernels.jit import capability, descriptor, launch
 from kernels.sums import Sums, sum_parts
 from kernels.wgrad import by_rows
 
+LAST_PASS = ConvTile((32, 0), 64, 0, 4, 1, boxes=False)  # over the parts of few pixels: many programs
 EPILOGUE_STAGES = 3  # a quarter's loads run two ahead; where they are five, one: else they take more memory than the main loop
 
 
@@ -52,6 +53,7 @@ def convolve(
     rest: Rest | None = None,
     tile: ConvTile | None = None,
     training: bool = False,
+    split: bool = False,
     later: Sums | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y and extra, y and dm, or y and its `rest`, of an epilogue (see `finish`).
@@ -59,7 +61,8 @@ def convolve(
     x `[N, H, W, K]`, w `[9 or 1, C, K]` (for the input gradient `transposed`, `[9 or 1, K, C]`), m `[N, C]`, aux
     and act `[N, H, W, C]`. The convolutions of up to two `sources`, with as many taps, are added before the scale. dm is there at once,
     or when the sums of `later` have run. In fp32, and in training where the table of tiles says so, the library convolves,
-    and `epilogue_kernel` does the rest.
+    and `epilogue_kernel` does the rest. With `split`, which is for evaluations, the sums of few pixels are divided among
+    programs, and it adds the parts.
 
     With a w of 16 taps (see `reference.up_weight`), y and extra are `[N, 2H, 2W, C]`; if transposed x and aux are, and y is not.
     An aux `[N, H/2, W/2, C]` is up-sampled.
@@ -72,6 +75,7 @@ def convolve(
         height, width = height // 2, width // 2
     op = "input gradient" if transposed else "forward"
     row = conv_tiles.row(capability(x), op, w.shape[0], height, width, depth, channels, rest.channels if rest else 0)
+    parts = conv_tiles.parts(row, n) if split else 1
     in_table = training and not sources and w.shape[0] != 16 and row in conv_tiles.LIBRARY
     by_library = in_table or conv_tiles.library(x.element_size())
     u = _library(x, w, transposed, sources) if by_library else None
@@ -88,6 +92,8 @@ def convolve(
     with_dm = epilogue == "silu_grad"
     if 0 in (n, height, width):
         return first.y, torch.zeros_like(m) if with_dm else second.y if rest else first.extra
+    if parts > 1 and not by_library:
+        u, tile = _sum_parts(x, w, sources, parts, tile or conv_tiles.conv(row, n, parts)), LAST_PASS
     tile = tile or conv_tiles.conv(row, n)
     bi, bh, bw = tile.box(height, width, whole=up == "output")
     tiles_image = triton.cdiv(height, bh) * triton.cdiv(width, bw)
@@ -99,7 +105,7 @@ def convolve(
     if by_library and epilogue == "sum" and aux is None and clip is None and not with_extra:
         u = u if scale == 1 else u.mul_(scale)
         return torch.split_with_sizes_copy(u, [first.y.shape[3], rest.channels], dim=3) if rest else (u, None)
-    if by_library:
+    if u is not None:
         _launch_epilogue(u, first, second, m, sums, sizes, scales, clip, form, tile, tiles)
     else:
         _launch_kernel(x, w, transposed, sources, first, second, m, sums, sizes, scales, clip, form, tile, tiles * double**2)
@@ -111,7 +117,7 @@ def convolve(
 
 
 class _Result(NamedTuple):
-    """What an epilogue reads and writes pixel by pixel."""
+    """What an epilogue reads and writes pixel by pixel. y has a first axis of parts, or none."""
 
     y: Tensor
     extra: Tensor | None = None
@@ -127,21 +133,33 @@ def _library(x: Tensor, w: Tensor, transposed: bool, sources: Sequence[Source]) 
     return u
 
 
+def _sum_parts(x: Tensor, w: Tensor, sources: Sequence[Source], parts: int, tile: ConvTile) -> Tensor:
+    """The convolution in fp32, not yet added: `[parts, N, H, W, C]`. Sources of a single tap are a part of their own."""
+    n, height, width, _ = x.shape
+    parts += any(source.w.shape[0] == 1 for source in sources)
+    u = x.new_empty(parts, n, height, width, w.shape[1], dtype=torch.float32)
+    bi, bh, bw = tile.box(height, width)
+    tiles = parts * triton.cdiv(n, bi) * triton.cdiv(height, bh) * triton.cdiv(width, bw)
+    form = dict(EPILOGUE="sum", UP="part", BI=bi, BH=bh, BW=bw)
+    _launch_kernel(x, w, False, sources, _Result(u), None, None, None, (n, height, width, 0), (1.0,) * 4, None, form, tile, tiles)
+    return u
+
+
 def _launch_epilogue(
     u: Tensor, first: _Result, second: _Result | None, m: Tensor | None, sums: Tensor | None,
     sizes: tuple[int, ...], scales: tuple[float, ...], clip: float | None, form: dict[str, Any], tile: ConvTile, tiles: int,
 ) -> None:  # fmt: skip
-    """What follows the library's convolution, on `tiles` of pixels."""
+    """What follows u, a convolution by the library `[N, H, W, C]` or in parts `[parts, N, H, W, C]`, on `tiles` of pixels."""
     scale, scale_aux, *scales_act = scales
     block, start = tile.channels[0], 0
     for part, scale_act, clip_part in zip((first, second), scales_act, (clip, None)):
         if part is None:
             continue
         channels = part.y.shape[3]
-        own = u.narrow(3, start, channels).contiguous()
+        own = u.narrow(-1, start, channels).contiguous()
         launch(
             epilogue_kernel, (tiles * triton.cdiv(channels, block),), own, *part, m, sums, *sizes, scale, scale_aux, scale_act,
-            C=channels, CLIP=clip_part, BN=block, **form, num_warps=tile.warps,
+            C=channels, CLIP=clip_part, BN=block, PARTS=len(u) if u.ndim == 5 else 1, **form, num_warps=tile.warps,
         )  # fmt: skip
         start += channels
 
@@ -167,8 +185,8 @@ def _launch_kernel(
         *y, *extra, *aux, *act, m, sums,
         *rest_y, *rest_aux, *rest_act,
         *sizes, *scales, **form, CLIP=clip, C=channels, REST=rest,
-        K=x.shape[3], KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, TAPS=4 if up == "output" else w.shape[0],
-        TAPS_A=a.w.shape[0] if a else 0,
+        K=x.shape[3], KA=a.x.shape[3] if a else 0, KB=b.x.shape[3] if b else 0, TAPS={"output": 4, "part": 3}.get(up, w.shape[0]),
+        TAPS_A=(3 if up == "part" and a.w.shape[0] == 9 else a.w.shape[0]) if a else 0,
         TRANSPOSED=transposed, STRIDE_W=views.stride(w), STRIDE_WA=views.stride(a.w) if a else 0,
         BN0=tile.channels[0], BN1=tile.channels[1], BLOCK_K=tile.block_k,
         BOXES=tile.boxes, STAGES=EPILOGUE_STAGES - (up == "gradient"), num_warps=tile.warps, num_stages=tile.stages,
@@ -198,11 +216,12 @@ class _Views(NamedTuple):
         return 0 if self.tile.boxes else w.stride(1)
 
     def output(self, y: Tensor | None, doubled: bool = False) -> list:
-        """In quarters."""
+        """In quarters; y has an axis of parts before it, or none."""
         if doubled and y is not None and self.tile.boxes:
             n, height, width, channels = y.shape
             y = y.view(n, height // 2, width, 2, channels)  # (row phase, column), column phase
-        return self._each(y, *((*self._quarter, *[1] * doubled, c) for c in self.tile.channels))
+        part = [1] * (y is not None and y.ndim == 5 and not doubled)
+        return self._each(y, *((*part, *self._quarter, *[1] * doubled, c) for c in self.tile.channels))
 
     def result(self, x: _Result, up: str | None) -> tuple[list, ...]:
         """Of y, extra, aux and act."""

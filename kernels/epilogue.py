@@ -26,7 +26,8 @@ def finish(
     each quarter.
 
     UP = "output": y and extra have twice the height and width, and this is one `phase` of theirs; "gradient": aux has, and
-    is summed over 2 × 2; "residual": aux has half of them, and is repeated.
+    is summed over 2 × 2; "residual": aux has half of them, and is repeated; "part": y is one of `[parts, N, H, W, C]`, which
+    another pass adds.
     """
     q0, q1, q2, q3 = quarters(acc, BN, BI * BH * BW)
     if aux is None and extra is None:  # nothing to prefetch, and registers for four quarters at once
@@ -63,14 +64,14 @@ def finish_quarter(
     phase, UP: tl.constexpr,
 ):  # fmt: skip
     """Quarter s of the pixels, [BN, P/4]: whole rows of one image, or whole images."""
-    PARTS: tl.constexpr = 4 // BI if BI < 4 else 1  # quarters of one image
+    QUARTERS: tl.constexpr = 4 // BI if BI < 4 else 1  # of one image
     QI: tl.constexpr = BI // 4 if BI > 4 else 1
-    QH: tl.constexpr = BH // PARTS
+    QH: tl.constexpr = BH // QUARTERS
     u = acc * scale
-    image, row = n + s // PARTS * QI, h + s % PARTS * QH
+    image, row = n + s // QUARTERS * QI, h + s % QUARTERS * QH
     if EPILOGUE == "silu":
         if extra is not None:
-            store_pixels(extra, u, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES, phase, UP == "output")
+            store_pixels(extra, u, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES, phase, UP)
         value = mp_silu(modulated(u, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN))
     elif EPILOGUE == "sum":
         value = u
@@ -91,10 +92,10 @@ def finish_quarter(
     else:
         before = load_pixels(aux, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES).T.to(tl.float32)
         dt = u * mp_silu_grad(modulated(before, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN))
-        parts = PARTS * tl.cdiv(H, BH) * tl.cdiv(W, BW)
-        store_sums(dm_ptr, dt * before, image, part * PARTS + s % PARTS, parts, c, N, C, QI, QH * BW, BN)
+        parts = QUARTERS * tl.cdiv(H, BH) * tl.cdiv(W, BW)
+        store_sums(dm_ptr, dt * before, image, part * QUARTERS + s % QUARTERS, parts, c, N, C, QI, QH * BW, BN)
         value = modulated(dt, m_ptr, image, c, N, stride_m, C, QI, QH * BW, BN)
-    store_pixels(y, value, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES, phase, UP == "output")
+    store_pixels(y, value, image, row, w, c, N, H, W, C, QI, QH, BW, BN, BOXES, phase, UP)
     if EPILOGUE == "sum" and extra is not None:  # last: one result's registers at a time
         tl.static_assert(UP != "output")
         rounded = value.to(extra.dtype if BOXES else extra.dtype.element_ty).to(tl.float32)
@@ -143,20 +144,24 @@ def epilogue_kernel(
     u, y, extra, aux, act, m_ptr, dm_ptr,
     N, H, W, stride_m, scale, scale_aux, scale_act,
     C: tl.constexpr, EPILOGUE: tl.constexpr, CLIP: tl.constexpr, UP: tl.constexpr,
-    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr,
+    BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What `conv_kernel` does after its loop, for an accumulator u in memory: where the library convolved."""
+    """What `conv_kernel` does after its loop, for an accumulator in memory, the sum of the PARTS of u `[PARTS, N, H, W, C]`."""
     tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
     tiles_c: tl.constexpr = (C + BN - 1) // BN
     c, tile = tl.program_id(0) % tiles_c * BN, tl.program_id(0) // tiles_c
     n, part = tile // (tiles_h * tiles_w) * BI, tile % (tiles_h * tiles_w)
     h, w = part // tiles_w * BH, part % tiles_w * BW
-    PARTS: tl.constexpr = 4 // BI if BI < 4 else 1
+    QUARTERS: tl.constexpr = 4 // BI if BI < 4 else 1  # of one image
     QI: tl.constexpr = BI // 4 if BI > 4 else 1
-    QH: tl.constexpr = BH // PARTS
+    QH: tl.constexpr = BH // QUARTERS
+    size = tl.cast(N, tl.int64) * H * W * C
     for s in tl.static_range(4):
-        acc = load_pixels(u, n + s // PARTS * QI, h + s % PARTS * QH, w, c, N, H, W, C, QI, QH, BW, BN, False)
+        image, row = n + s // QUARTERS * QI, h + s % QUARTERS * QH
+        acc = load_pixels(u, image, row, w, c, N, H, W, C, QI, QH, BW, BN, False).to(tl.float32)
+        for p in tl.static_range(1, PARTS):
+            acc += load_pixels(u + p * size, image, row, w, c, N, H, W, C, QI, QH, BW, BN, False)
         finish_quarter(
-            acc.T.to(tl.float32), s, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
+            acc.T, s, y, extra, aux, act, m_ptr, dm_ptr, n, h, w, c, part, N, H, W, stride_m, scale, scale_aux, scale_act,
             C, EPILOGUE, CLIP, BI, BH, BW, BN, False, 0, UP,
         )  # fmt: skip

@@ -7,6 +7,8 @@ of the image: that is all of im2col and of the padding. On others (BOXES = False
 W lies as `[taps, C, K]`; the input gradient (TRANSPOSED) is the same loop over `[taps, K, C]` with the taps reversed. Two
 accumulators make exact tiles of 192 channels. Behind an up-sampling, whose result does not exist, a 3×3 is four phases of
 2×2 taps over pixels of x: one phase per program forward (UP = "output"), all for the input gradient ("gradient").
+
+For few pixels (UP = "part") the sum is divided: one program for each row of taps, and one for sources of a single tap.
 `kernels.convolve` launches it.
 """
 
@@ -28,11 +30,12 @@ def conv_kernel(
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BLOCK_K: tl.constexpr,
     BOXES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x `[N, H, W, K]` with 9 or 1 TAPS (4 or 16 of phases), then sources a and b with TAPS_A, if given. See `finish` for the EPILOGUEs.
+    """x `[N, H, W, K]` with 9 or 1 TAPS (4 or 16 of phases, 3 of a part), then sources a and b with TAPS_A, if given.
 
-    The last REST of the C channels are tensors of their own: their programs come after those of the others.
+    See `finish` for the EPILOGUEs. The last REST of the C channels are tensors of their own: their programs come after those of the others.
     """
-    PHASES: tl.constexpr = 4 if UP == "output" else 1
+    PHASES: tl.constexpr = (4 if TAPS_A == 1 else 3) if UP == "part" else 4 if UP == "output" else 1
+    PARTS: tl.constexpr = PHASES if UP == "part" else 1
     phase, program = tl.program_id(0) % PHASES, tl.program_id(0) // PHASES
     tiles_h, tiles_w = tl.cdiv(H, BH), tl.cdiv(W, BW)
     FIRST: tl.constexpr = C - REST
@@ -50,17 +53,17 @@ def conv_kernel(
     acc1 = tl.zeros([BN1 if BN1 > 0 else 1, BI * BH * BW], tl.float32)
     acc0, acc1 = accumulate(
         acc0, acc1, x, w0, w1, n, h, w, c, phase, N, H, W,
-        K, C, STRIDE_W, TAPS, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+        K, C, STRIDE_W, TAPS, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES, PARTS,
     )  # fmt: skip
     if a is not None:
         acc0, acc1 = accumulate(
             acc0, acc1, a, wa0, wa1, n, h, w, c, phase, N, H, W,
-            KA, C, STRIDE_WA, TAPS_A, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+            KA, C, STRIDE_WA, TAPS_A, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES, PARTS,
         )  # fmt: skip
     if b is not None:
         acc0, acc1 = accumulate(
             acc0, acc1, b, wb0, wb1, n, h, w, c, phase, N, H, W,
-            KB, C, STRIDE_WA, TAPS_A, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES,
+            KB, C, STRIDE_WA, TAPS_A, TRANSPOSED, BI, BH, BW, BN0, BN1, BLOCK_K, BOXES, PARTS,
         )  # fmt: skip
     if a is None:
         factor = scale
@@ -104,21 +107,28 @@ def accumulate(
     acc0, acc1, x, w0, w1, n, h, w, c, phase, N, H, W,
     K: tl.constexpr, C: tl.constexpr, STRIDE_W: tl.constexpr, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
     BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BLOCK_K: tl.constexpr,
-    BOXES: tl.constexpr,
+    BOXES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Add one source's products: taps one after the other, each over its channels.
 
-    4 TAPS are those of a phase; 16 those of all, x having twice the height and width.
+    4 TAPS are those of a phase; 16 those of all, x having twice the height and width; 3 those of a part. Of 4 PARTS the last
+    has the sources of one tap, and nothing else.
     """
+    BORDER: tl.constexpr = 1 if TAPS > 1 else 0
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    for step in range(TAPS * steps):
+    count = TAPS * steps
+    if not BOXES and TAPS * steps > 9 and TAPS * steps < 36:  # of known length it is unrolled, and two of them spill
+        count = tl.where(N > 0, count, 0)
+    if PARTS == 4:
+        count = tl.where(phase < 3, 0, count) if TAPS == 1 else tl.where(phase < 3, count, 0)
+    for step in range(count):
         tap, k = step // steps, step % steps * BLOCK_K
-        if TAPS == 4:
-            tap += 4 * phase
+        if TAPS == 4 or TAPS == 3:
+            tap += TAPS * phase
         if TAPS == 4 or TAPS == 16:  # the row phase, the column phase, and their taps
             dh, dw = tap // 8 + tap // 2 % 2 - 1, tap // 4 % 2 + tap % 2 - 1
         else:
-            dh, dw = tap // 3 - (TAPS // 9), tap % 3 - (TAPS // 9)
+            dh, dw = tap // 3 - BORDER, tap % 3 - BORDER
         if TRANSPOSED:
             tap = TAPS - 1 - tap
         pixels = load_pixels(x, n, h + dh, w + dw, k, N, H, W, K, BI, BH, BW, BLOCK_K, BOXES, tap // 4, TAPS == 16).T  # [BLOCK_K, P]

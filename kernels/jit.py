@@ -142,8 +142,13 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 def warm_key(launch: Launch) -> str:
     """The same for launches that Triton serves with the same code."""
-    kinds = [_kind(x, p.is_constexpr, p.do_not_specialize) for x, p in zip(launch.args, launch.kernel.params)]
-    return f"{launch.kernel.__module__}.{launch.kernel.__name__} {kinds} {sorted(launch.options.items())}"
+    kernel = launch.kernel
+    kinds = [_kind(x, p.is_constexpr, p.do_not_specialize) for x, p in zip(launch.args, kernel.params)]
+    by_name = {p.name: p for p in kernel.params if not p.is_constexpr}
+    options = {
+        name: _kind(x, False, by_name[name].do_not_specialize) if name in by_name else x for name, x in sorted(launch.options.items())
+    }
+    return f"{kernel.__module__}.{kernel.__name__} {kinds} {options}"
 
 
 def _kind(x: Any, constant: bool, general: bool) -> str:

@@ -41,16 +41,21 @@ def load_repeated(
 def store_pixels(
     y, value, n, h, w, c, N, H, W,
     C: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BC: tl.constexpr, BOXES: tl.constexpr,
-    phase=0, DOUBLED: tl.constexpr = False,
+    phase=0, UP: tl.constexpr = None,
 ):  # fmt: skip
-    """value [BC, BI·BH·BW] into y `[N, H, W, C]`, what lies outside dropped. DOUBLED: by a descriptor of `[N, H, 2W, 2, C]`,
-    where W must be a multiple of BW."""
-    if BOXES and DOUBLED:
+    """value [BC, BI·BH·BW] into y `[N, H, W, C]`, what lies outside dropped. UP = "output": into a phase of a tensor of twice
+    the height and width, by a descriptor of `[N, H, 2W, 2, C]`, where W must be a multiple of BW; "part": into one of
+    `[parts, N, H, W, C]`."""
+    if BOXES and UP == "output":
         y.store([n, h, phase // 2 * W + w, phase % 2, c], value.to(y.dtype).T.reshape(BI, BH, BW, 1, BC))
+    elif BOXES and UP == "part":
+        y.store([phase, n, h, w, c], value.to(y.dtype).T.reshape(1, BI, BH, BW, BC))
     elif BOXES:
         y.store([n, h, w, c], value.to(y.dtype).T.reshape(BI, BH, BW, BC))
     else:
-        start, offs, mask = pixel_offsets(n, h, w, c, N, H, W, C, BI, BH, BW, BC, phase, DOUBLED)
+        start, offs, mask = pixel_offsets(n, h, w, c, N, H, W, C, BI, BH, BW, BC, phase, UP == "output")
+        if UP == "part":
+            start += phase.to(tl.int64) * N * H * W * C
         tl.store(y + start + offs, value.to(y.dtype.element_ty).T, mask)
 
 

@@ -48,6 +48,40 @@ def device(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def memory(request):
+    """Where convolutions are tested below the ops; nothing but the outputs is written."""
+    from kernels.jit import INTERPRET
+    from tests.conv_cases import Memory
+
+    if INTERPRET == (request.param == "cuda"):
+        pytest.skip("kernels: TRITON_INTERPRET=1 without, or a CUDA device")
+    with Memory(request.param) as memory:
+        yield memory
+    assert memory.intact()
+
+
+@pytest.fixture(params=[90, 80], ids=["boxes", "pointers"])
+def arch(request, memory, monkeypatch):
+    """The architecture that tiles are chosen for."""
+    from kernels import convolve, wgrad
+
+    if request.param == 90:
+        skip_boxes_unless_hopper(memory)
+    for module in (convolve, wgrad):
+        monkeypatch.setattr(module, "capability", lambda x: request.param)
+    return request.param
+
+
+def skip_boxes_unless_hopper(memory) -> None:
+    from kernels import conv_tiles
+
+    if memory.device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        if conv_tiles.kind(10 * major + minor) != "wgmma":
+            pytest.skip("these tiles need the shared memory of Hopper")
+
+
 class Golden:
     """A file of reference values: `g["key"]` as tensor, `g.group("init/")` as dict of tensors without the prefix."""
 

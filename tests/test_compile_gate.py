@@ -216,6 +216,7 @@ def test_jobs_are_what_triton_tells_apart():
 
     assert of(32) == of(64) and of(17) == of(18)
     assert len({of(1), of(17), of(32), of(2**32), of(None), of(32, M=16), of(32, num_warps=8)}) == 7
+    assert of(steps=32) == of(steps=64) and of(steps=17) == of(steps=18) != of(steps=32)
     assert job(product(64, 64), 80) != job(product(64, 64), 90)
     assert str(job(box(), 90)).startswith("sm_90 box_kernel(fp16[128x1x64] fp16[128x64] fp16 16)")
 

@@ -1,31 +1,21 @@
-"""The convolution kernels and their epilogues against PyTorch's conv2d and autograd in float64, below the ops.
+"""The convolution kernels against PyTorch's conv2d and autograd in float64, below the ops.
 
-Of small integers every sum is exact, so that bits must be equal; else errors are at most twice those of PyTorch in fp16.
+Of small integers every sum is exact, so that bits must be equal.
 Every tensor that a kernel sees lies between NaNs, and outputs are NaN beforehand.
 """
 
 import math
-from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import conv_tiles, convolve, wgrad
 from kernels.convolve import Rest, Source
-from kernels.jit import INTERPRET
 from kernels.sums import Sums
 from kernels.wgrad import Product, weight_gradient, weight_gradients
-from tests.conftest import relative_error
+from tests.conftest import skip_boxes_unless_hopper
+from tests.conv_cases import by_autograd, conv2d, exactly, input_and_weight
 
-aten = torch.ops.aten
-MARGIN = 64  # elements before and after each tensor: whole 16 bytes
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1 or a CUDA device")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(INTERPRET, reason="compiled kernels")]),
-]
 # Images, height, width, input and output channels, taps: the interpreter takes milliseconds for a step of 32 or 64 channels
 SIZES = [
     (1, 1, 1, 8, 8, 9),
@@ -47,94 +37,6 @@ SIZES = [
 ]
 ALL_TILES = [tile for rows in conv_tiles.CONV.values() for row in rows for tile in row]
 ALL_WGRAD_TILES = [tile for rows in conv_tiles.WGRAD.values() for tile in rows]
-# Images, height, width, channels: boxes of 256 pixels hold 1, 2, 4 and 8 images, none of them whole
-EPILOGUE_SIZES = [(1, 9, 17, 72), (3, 5, 16, 200), (5, 5, 7, 72), (9, 3, 5, 200)]
-
-
-class Memory(TorchDispatchMode):
-    """While entered, all that is allocated lies between NaNs and is NaN."""
-
-    def __init__(self, device: str):
-        super().__init__()
-        self.device = device
-        self.generator = torch.Generator().manual_seed(0)
-        self.blocks = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is aten.new_empty.default:
-            return self.place(args[1], kwargs.get("dtype", args[0].dtype))
-        if func is aten.empty_like.default:
-            return self.place(args[0].shape, args[0].dtype)
-        return func(*args, **kwargs)
-
-    def place(self, shape, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-        size = math.prod(shape)
-        self.blocks.append(torch.full((size + 2 * MARGIN,), math.nan, dtype=dtype, device=self.device))
-        return self.blocks[-1][MARGIN : MARGIN + size].view(*shape)
-
-    def intact(self) -> bool:
-        return all(x.isnan().all() for block in self.blocks for x in (block[:MARGIN], block[-MARGIN:]))
-
-    def put(self, values: torch.Tensor) -> torch.Tensor:
-        return self.place(values.shape).copy_(values)
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        return self.put(torch.randn(shape, generator=self.generator))
-
-    def weight(self, *shape: int, fan_in: int) -> torch.Tensor:
-        return self.put(torch.randn(shape, generator=self.generator) / fan_in**0.5)
-
-    def integers(self, *shape: int, most: int = 2) -> torch.Tensor:
-        return self.put(torch.randint(-most, most + 1, shape, generator=self.generator))
-
-
-@pytest.fixture(params=DEVICES)
-def memory(request):
-    """And nothing but the outputs was written."""
-    with Memory(request.param) as memory:
-        yield memory
-    assert memory.intact()
-
-
-@pytest.fixture(params=[90, 80], ids=["boxes", "pointers"])
-def arch(request, memory, monkeypatch):
-    """The architecture that tiles are chosen for."""
-    if memory.device == "cuda" and request.param == 90:
-        skip_boxes_unless_hopper()
-    for module in (convolve, wgrad):
-        monkeypatch.setattr(module, "capability", lambda x: request.param)
-    return request.param
-
-
-def skip_boxes_unless_hopper() -> None:
-    major, minor = torch.cuda.get_device_capability()
-    if conv_tiles.kind(10 * major + minor) != "wgmma":
-        pytest.skip("these tiles need the shared memory of Hopper")
-
-
-def conv2d(x, w):
-    """x `[N, H, W, K]`, w `[9 or 1, C, K]`."""
-    side = math.isqrt(len(w))
-    kernel = w.permute(1, 2, 0).unflatten(2, (side, side))
-    return F.conv2d(x.permute(0, 3, 1, 2), kernel, padding=side // 2).permute(0, 2, 3, 1)
-
-
-def by_autograd(x, w, g):
-    """y, dx and dw in float64."""
-    x, w, g = (t.cpu().double().requires_grad_() for t in (x, w, g))
-    y = conv2d(x, w)
-    return y.detach(), *torch.autograd.grad(y, (x, w), g)
-
-
-def exactly(actual, expected) -> bool:
-    assert expected.abs().max() <= (2048 if actual.dtype == torch.float16 else 2**24), "not exact"
-    return torch.equal(actual.cpu(), expected.to(actual.dtype))
-
-
-def input_and_weight(memory, n, h, w, k, c, taps):
-    """And the gradient of the output, of small integers."""
-    return memory.integers(n, h, w, k), memory.integers(taps, c, k, most=1), memory.integers(n, h, w, c)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -149,8 +51,8 @@ def test_values_and_gradients(size, memory, arch):
 @pytest.mark.parametrize("tile", ALL_TILES, ids=str)
 def test_every_tile(tile, memory):
     """At 2 images in the boxes of 256 pixels, of 128 one, of 64 half of one."""
-    if memory.device == "cuda" and tile.boxes:
-        skip_boxes_unless_hopper()
+    if tile.boxes:
+        skip_boxes_unless_hopper(memory)
     channels = sum(tile.channels) + 8
     x, w, g = input_and_weight(memory, 2, 5, 9, 8, channels, 9)
     assert exactly(convolve.convolve(x, w, tile=tile)[0], by_autograd(x, w, g)[0])
@@ -161,8 +63,8 @@ def test_every_tile(tile, memory):
 @pytest.mark.parametrize("tile", ALL_WGRAD_TILES, ids=str)
 def test_every_tile_of_weight_gradients(tile, memory):
     """Consecutive pixels of several images, of one, of a row; ragged rows."""
-    if memory.device == "cuda" and tile.boxes:
-        skip_boxes_unless_hopper()
+    if tile.boxes:
+        skip_boxes_unless_hopper(memory)
     for box in ((5, 4, 4), (1, 8, 8), (1, 1, 128), (1, 2, 70)):
         x, w, g = input_and_weight(memory, *box, sum(tile.columns) + 8, sum(tile.rows) + 8, 1)
         assert exactly(weight_gradient(g, x, 1, tile=tile), by_autograd(x, w, g)[2])
@@ -259,159 +161,6 @@ def test_nonfinite_pixels_reach_their_neighbours_only(h, w, taps, bad, memory, a
         assert torch.equal(actual == math.inf, expected == math.inf)
 
 
-def mp_silu(x):
-    return F.silu(x) / 0.596
-
-
-def grads(y, x, g):
-    return torch.autograd.grad(y, x, g)
-
-
-SUM = dict(scale=0.8, scale_aux=0.6)
-INNER = dict(transposed=True, scale=0.8)
-
-
-def operands(memory, n, h, w, c, k=24, taps=1):
-    """Of all epilogues. Rows of the skip weights and of m lie apart."""
-    skip, modulation = memory.weight(1, c, 56, fan_in=56), memory.normal(n, c + 16)
-    return SimpleNamespace(
-        x=memory.normal(n, h, w, k), w=memory.weight(taps, c, k, fan_in=taps * k),
-        a=memory.normal(n, h, w, 16), wa=skip[..., :16], b=memory.normal(n, h, w, 40), wb=skip[..., 16:],
-        m=modulation[:, 8:-8], aux=memory.normal(n, h, w, c), act=memory.normal(n, h, w, c),
-        g=memory.normal(n, h, w, k), wt=memory.weight(taps, k, c, fan_in=taps * k),
-    )  # fmt: skip
-
-
-def sources(t):
-    return [Source(t.a, t.wa), Source(t.b, t.wb)]
-
-
-def of_residual(t):
-    """The derivative of 0.8·conv(MP-SiLU(0.7·act)) + 0.6·act, the gradients being g and aux."""
-    s = t.act.detach().requires_grad_()
-    return grads((0.8 * conv2d(mp_silu(0.7 * s), t.wt), 0.6 * s), s, (t.g, t.aux))
-
-
-def of_silu(t):
-    """The derivatives of 0.8·conv(MP-SiLU(aux·m))."""
-    u, m = t.aux.detach().requires_grad_(), t.m.detach().requires_grad_()
-    return grads(0.8 * conv2d(mp_silu(u * m[:, None, None]), t.wt), (u, m), t.g)
-
-
-def modulated(t):
-    u = 0.8 * conv2d(t.x, t.w)
-    return mp_silu(u * t.m[:, None, None]), u
-
-
-def with_silu(y):
-    return y, mp_silu(y)
-
-
-# How a kernel computes it, and how PyTorch does
-EPILOGUES = {
-    "sum": (
-        lambda t, **o: convolve.convolve(t.x, t.w, scale=0.8, **o),
-        lambda t: (0.8 * conv2d(t.x, t.w),),
-    ),
-    "sum, clip, silu": (
-        lambda t, **o: convolve.convolve(t.x, t.w, scale=0.8, clip=0.5, with_extra=True, **o),
-        lambda t: with_silu((0.8 * conv2d(t.x, t.w)).clamp(-0.5, 0.5)),
-    ),
-    "sum of two": (
-        lambda t, **o: convolve.convolve(t.x, t.w, **SUM, aux=t.aux, **o),
-        lambda t: (0.8 * conv2d(t.x, t.w) + 0.6 * t.aux,),
-    ),
-    "sum of two, clip, silu": (
-        lambda t, **o: convolve.convolve(t.x, t.w, **SUM, aux=t.aux, clip=0.5, with_extra=True, **o),
-        lambda t: with_silu((0.8 * conv2d(t.x, t.w) + 0.6 * t.aux).clamp(-0.5, 0.5)),
-    ),
-    "source": (
-        lambda t, **o: convolve.convolve(t.x, t.w, sources=sources(t)[:1], scale=0.8, **o),
-        lambda t: (0.8 * (conv2d(t.x, t.w) + conv2d(t.a, t.wa)),),
-    ),
-    "two sources, clip, silu": (
-        lambda t, **o: convolve.convolve(t.x, t.w, sources=sources(t), scale=0.8, clip=0.5, with_extra=True, **o),
-        lambda t: with_silu((0.8 * (conv2d(t.x, t.w) + conv2d(t.a, t.wa) + conv2d(t.b, t.wb))).clamp(-0.5, 0.5)),
-    ),
-    "silu": (
-        lambda t, **o: convolve.convolve(t.x, t.w, "silu", scale=0.8, m=t.m, **o),
-        lambda t: modulated(t)[:1],
-    ),
-    "silu, u": (
-        lambda t, **o: convolve.convolve(t.x, t.w, "silu", scale=0.8, m=t.m, with_extra=True, **o),
-        modulated,
-    ),
-    "silu_grad": (
-        lambda t, **o: convolve.convolve(t.g, t.wt, "silu_grad", **INNER, aux=t.aux, m=t.m, **o),
-        of_silu,
-    ),
-    "residual_silu_grad": (
-        lambda t, **o: convolve.convolve(
-            t.g, t.wt, "residual_silu_grad", **INNER, aux=t.aux, scale_aux=0.6, act=t.act, scale_act=0.7, **o
-        ),
-        of_residual,
-    ),
-}  # fmt: skip
-every_epilogue = pytest.mark.parametrize(("kernel", "plainly"), EPILOGUES.values(), ids=EPILOGUES.keys())
-
-
-def results(outputs) -> list[torch.Tensor]:
-    return [y for y in outputs if y is not None]
-
-
-def each(t, f) -> SimpleNamespace:
-    return SimpleNamespace(**{name: f(x) for name, x in vars(t).items()})
-
-
-def image(t, i) -> SimpleNamespace:
-    return SimpleNamespace(**{name: x if name.startswith("w") else x[i : i + 1] for name, x in vars(t).items()})
-
-
-def wide_tile(arch):
-    """The most pixels, and two accumulators where there are any."""
-    return conv_tiles.CONV[conv_tiles.kind(arch)][0][0]
-
-
-@every_epilogue
-@pytest.mark.parametrize("size", EPILOGUE_SIZES, ids=str)
-def test_epilogues_are_no_worse_than_pytorch(kernel, plainly, size, memory, arch):
-    t = operands(memory, *size)
-    actual = results(kernel(t, tile=wide_tile(arch)))
-    exact, half = plainly(each(t, lambda x: x.cpu().double())), plainly(t)
-    assert len(actual) == len(exact)
-    for a, b, truth in zip(actual, half, exact, strict=True):
-        assert a.dtype == torch.float16
-        rounding = torch.finfo(torch.float16).eps / 4  # of one rounding, about
-        assert relative_error(a.double(), truth) < 2 * max(relative_error(b.double(), truth), rounding)
-
-
-@every_epilogue
-def test_an_image_does_not_depend_on_its_batch(kernel, plainly, memory, arch):
-    """Nor on those in its box."""
-    t = operands(memory, 3, 3, 5, 40, taps=9)
-    together = results(kernel(t))
-    for i in range(3):
-        alone = results(kernel(image(t, i)))
-        assert all(torch.equal(a[0], b[i]) for a, b in zip(alone, together, strict=True))
-
-
-@pytest.mark.parametrize("kind", conv_tiles.CONV)
-def test_sums_do_not_depend_on_the_batch(kind):
-    """Whatever a batch's tile: it divides neither channels nor the sums over them in another way."""
-    arch, uses = {"wgmma": 90, "mma": 80}[kind], [("forward", 9), ("forward", 16), ("input gradient", 16)]
-    for channels, (op, taps) in product((4, 8, 40, 192, 320, 448, 576, 768, 1152), uses):
-        row = conv_tiles.row(arch, op, taps, 2, 2, 64, channels)
-        tiles = {conv_tiles.conv(row, 2**i) for i in range(20)}
-        assert len(tiles) == len(conv_tiles.allowed(row, conv_tiles.CONV[kind][0]))
-        assert len({(tile.channels, tile.block_k, tile.boxes) for tile in tiles}) == 1
-
-
-@every_epilogue
-def test_two_runs_give_the_same_bits(kernel, plainly, memory, arch):
-    t = operands(memory, 2, 5, 7, 40)
-    assert all(torch.equal(a, b) for a, b in zip(results(kernel(t)), results(kernel(t)), strict=True))
-
-
 def test_two_runs_give_the_same_weight_gradient(memory, arch):
     """27 boxes, 6 sums of them."""
     x, g = memory.normal(3, 9, 17, 40), memory.normal(3, 9, 17, 72)
@@ -433,20 +182,3 @@ def test_sums_that_share_launches(count, memory):
         outs.append(out)
     sums.run()
     assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nonfinite_values_in_epilogues(bad, memory, arch):
-    """Clips keep NaN and bound the infinite; a residual's value reaches its element, a modulation's one channel of an image."""
-    t = operands(memory, 3, 5, 7, 40)
-    t.aux[1, 2, 3, 4] = t.m[2, 9] = bad
-    y, extra = EPILOGUES["sum of two, clip, silu"][0](t)
-    assert (~y.isfinite()).sum() == (~extra.isfinite()).sum() == math.isnan(bad)
-    assert torch.equal(y[1, 2, 3, 4].cpu(), torch.tensor(0.5).half()) or y[1, 2, 3, 4].isnan() and math.isnan(bad)
-    v, u = EPILOGUES["silu, u"][0](t)
-    nonfinite = ~v.isfinite()
-    assert u.isfinite().all() and nonfinite[2, :, :, 9].all() and nonfinite.sum() == 5 * 7
-    t.aux[1, 2, 3, 4] = bad
-    du, dm = EPILOGUES["silu_grad"][0](t)
-    assert du[2, :, :, 9].isnan().all() and du[1, 2, 3, 4].isnan() and du.isnan().sum() == 5 * 7 + 1
-    assert dm.isnan().sum() == 2 and dm[1, 4].isnan() and dm[2, 9].isnan()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -87,7 +88,8 @@ def compile_presets(everything: bool = False, kernels: Container[str] | None = N
 
 
 def compile_all(pool: ProcessPoolExecutor, jobs: list[Job]) -> dict[Job, Facts]:
-    return dict(zip(jobs, pool.map(build, jobs)))
+    facts = tqdm(pool.map(build, jobs), total=len(jobs), unit="kernel", disable=None)  # on a terminal
+    return dict(zip(jobs, facts))
 
 
 def build(job: Job) -> Facts:

@@ -11,6 +11,7 @@ import edm2
 from bench.case import data_size
 from bench.ledger import inputs_for
 from edm2.weights import StepWeights
+from kernels.invariance import batch_invariance
 from kernels.jit import Launch
 from kernels.tracing import OnGPU
 
@@ -24,7 +25,8 @@ FORMS = re.compile("B[IHW]|FLAT")  # and those of the form of a tile's pixels
 class Case:
     """A network, a batch and a compute dtype, compiled for the architectures `of_all_runs` in every run, for all by `--all`.
 
-    Every launch is compiled for those for which it is `complete`, else one of each shape class.
+    A training step and an evaluation, or, of `sampling`, an evaluation whose bits no batch changes. Every launch is compiled
+    for those for which it is `complete`, else one of each shape class.
     """
 
     preset: str
@@ -32,6 +34,7 @@ class Case:
     dtype: torch.dtype = torch.float16
     of_all_runs: tuple[int, ...] = ()
     complete: tuple[int, ...] = ()
+    sampling: bool = False
 
     @property
     def network(self) -> dict[str, int]:
@@ -43,6 +46,8 @@ WIDEST_FIRST = ("xxl", "xl", "l", "m", "xs", "xxs")
 CASES = [
     Case("edm2-img512-s", 256, of_all_runs=CAPABILITIES, complete=(90,)),
     Case("edm2-img512-s", 8, of_all_runs=(90,)),
+    Case("edm2-img512-s", 1, of_all_runs=(90,), sampling=True),
+    Case("edm2-img512-s", 64, of_all_runs=CAPABILITIES, sampling=True),
     *(Case(f"edm2-img512-{size}", 8) for size in WIDEST_FIRST),
     Case("digits", 128),
     Case("digits", 128, torch.bfloat16),
@@ -93,7 +98,9 @@ def job(launch: Launch, capability: int) -> Job:
     """What Triton compiles for a launch; launches that share the code give equal jobs."""
     kernel = launch.kernel
     args = tuple(x if p.is_constexpr else _kind(x, p.do_not_specialize) for x, p in zip(launch.args, kernel.params))
-    return Job(capability, kernel.__module__, kernel.__name__, args, tuple(launch.options.items()))
+    by_name = {p.name: p for p in kernel.params if not p.is_constexpr}
+    options = {name: _kind(x, by_name[name].do_not_specialize) if name in by_name else x for name, x in launch.options.items()}
+    return Job(capability, kernel.__module__, kernel.__name__, args, tuple(options.items()))
 
 
 def _kind(arg: Any, general: bool) -> Any:
@@ -112,18 +119,19 @@ def _short(value: Any) -> str:
 
 
 def launches(case: Case, capability: int) -> list[Launch]:
-    """What a training step and an evaluation start."""
+    """What a case starts."""
     found: list[Launch] = []
     with FakeTensorMode():
         net = edm2.build(case.preset, *data_size(case.preset), dtype=case.dtype, **case.network)
         inputs, weights = inputs_for(net, case.batch), StepWeights(net)
         optimizer = edm2.EDM2Optimizer(net, weights=weights)
         with OnGPU(found.append, capability):
-            with weights.prepared():
-                edm2.denoising_loss(net.train(), **inputs).sum().backward()
-            weights.project()
-            optimizer.step(0.01, 2 * case.batch, case.batch)
-            with torch.no_grad():
+            if not case.sampling:
+                with weights.prepared():
+                    edm2.denoising_loss(net.train(), **inputs).sum().backward()
+                weights.project()
+                optimizer.step(0.01, 2 * case.batch, case.batch)
+            with torch.no_grad(), batch_invariance(case.sampling):
                 net.eval()(inputs["images"], inputs["sigma"], inputs["labels"])
     return found
 
