@@ -11,11 +11,14 @@ from PIL import Image
 from tqdm import tqdm
 
 from edm2.backends import full_precision
-from edm2.cli.common import Command, Float, ImageCount, IntList
+from edm2.cli.common import Command, Float, ImageCount, Interval, IntList
 from edm2.errors import UserError
 from edm2.files import make_folder, replacing
+from edm2.folding import fold
 from edm2.generate import Batch, generate_images
-from edm2.latents import RGBEncoder
+from edm2.guidance import Unlabelled
+from edm2.latents import Encoder, RGBEncoder
+from edm2.network import Precond
 from edm2.snapshot import load_snapshot
 
 GAP = 4  # pixels between the images of a grid
@@ -23,8 +26,9 @@ GAP = 4  # pixels between the images of a grid
 
 @click.command(cls=Command)
 @click.option("--net", metavar="FILE", required=True, help="Network snapshot.")
-@click.option("--gnet", metavar="FILE", help="Guide network snapshot.")
+@click.option("--gnet", metavar="FILE", help="Guide network snapshot.  [none, or NET itself if trained with --label-dropout]")
 @click.option("--guidance", type=Float(), default=1, show_default=True, help="Guidance strength; 1 = off.")
+@click.option("--guidance-interval", type=Interval(), default="0,inf", show_default=True, help="Guide where LO < sigma <= HI.")
 @click.option("--outdir", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Where to save the images.")
 @click.option("--subdirs", is_flag=True, help="A sub-folder for every 1000 seeds.")
 @click.option("--seeds", type=IntList(), default="16-19", show_default=True, help="One image per seed, e.g. 1,2,5-10.")
@@ -48,21 +52,31 @@ def main(
     """Generate images: `{seed:06d}.png` in OUTDIR. A latent network gives `.npy` files of VAE latents."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     full_precision()
-    snapshot = load_snapshot(net, device)
-    guide = load_snapshot(gnet, device).net if gnet else None
-    check(snapshot.net, guide, batch=batch, **options)
-    if grid and not (snapshot.encoder or RGBEncoder()).makes_pixels:
+    main_net, guide, encoder = networks(net, gnet, device)
+    check(main_net, guide, batch=batch, **options)
+    if grid and not encoder.makes_pixels:
         raise UserError(f"--grid: {net} makes VAE latents, not pixels")
-    batches = generate_images(snapshot.net, seeds, guide, encoder=snapshot.encoder, max_batch_size=batch, **options)
+    batches = generate_images(main_net, seeds, guide, encoder=encoder, max_batch_size=batch, **options)
     done: list[np.ndarray] = []
     with tqdm(total=len(seeds), unit="img", disable=None) as bar:
         for part in batches:
-            save(part, outdir, subdirs, snapshot.encoder)
+            save(part, outdir, subdirs, encoder)
             if grid and part.images is not None:
                 done.append(part.images)
             bar.update(len(part.seeds))
     if done:
         write_png(grid, tile(np.concatenate(done), columns, scale))
+
+
+def networks(net: str, gnet: str | None, device: torch.device) -> tuple[Precond, Precond | Unlabelled | None, Encoder]:
+    """Folded: the network, its guide (itself, if it was trained without some labels, where no other is given), its encoder."""
+    snapshot = load_snapshot(net, device)
+    folded = fold(snapshot.net)
+    if gnet:
+        guide = fold(load_snapshot(gnet, device).net)
+    else:
+        guide = Unlabelled(folded) if snapshot.meta.get("label_dropout") else None
+    return folded, guide, snapshot.encoder or RGBEncoder()
 
 
 def check(net, guide, *, batch: int, guidance: float, sigma_min: float, sigma_max: float, **_: Any) -> None:
@@ -72,10 +86,12 @@ def check(net, guide, *, batch: int, guidance: float, sigma_min: float, sigma_ma
     if sigma_min >= sigma_max:
         raise UserError(f"--sigma_min {sigma_min} must be below --sigma_max {sigma_max}")
     if guidance != 1 and guide is None:
-        raise UserError(f"--guidance {guidance} needs a guide network: give --gnet")
-    if guide and (guide.img_channels, guide.img_resolution) != (net.img_channels, net.img_resolution):
+        raise UserError(f"--guidance {guidance} needs a guide network: give --gnet (only one trained with --label-dropout guides itself)")
+    if not isinstance(guide, Precond):
+        return
+    if (guide.img_channels, guide.img_resolution) != (net.img_channels, net.img_resolution):
         raise UserError("--gnet makes images of another size than --net")
-    if guide and guide.label_dim not in (0, net.label_dim):
+    if guide.label_dim not in (0, net.label_dim):
         raise UserError(f"--gnet knows {guide.label_dim} classes, --net {net.label_dim}")
 
 

@@ -21,6 +21,8 @@ from edm2.training import open_dataset, train
 @click.option("--batch", type=ImageCount(), help="Total batch size.")
 @click.option("--channels", metavar="INT", type=click.IntRange(min=1), help="Channel multiplier.")
 @click.option("--dropout", type=Float(0, max=1, max_open=True), help="Dropout probability.")
+@click.option("--label-dropout", type=Float(0, max=1, max_open=True), default=0, show_default=True,
+              help="Probability of an image to go without its label; makes a network that can guide itself.")  # fmt: skip
 @click.option("--P_mean", "P_mean", type=Float(), help="Noise level mean, of ln(sigma).")
 @click.option("--P_std", "P_std", type=Float(above=0), help="Its spread.")
 @click.option("--lr", type=Float(above=0), help="Reference learning rate.")

@@ -6,6 +6,8 @@ from typing import Any
 from edm2 import phema
 from edm2.config import TrainingConfig
 from edm2.errors import UserError
+from edm2.folding import fold
+from edm2.guidance import Unlabelled
 from edm2.layers import force_weight_norm_
 from edm2.loss import EDM2Loss, denoising_loss
 from edm2.network import Precond
@@ -20,11 +22,13 @@ __all__ = [
     "PRESETS",
     "Precond",
     "TrainingConfig",
+    "Unlabelled",
     "UserError",
     "__version__",
     "build",
     "denoising_loss",
     "edm_sampler",
+    "fold",
     "force_weight_norm_",
     "generate_images",
     "learning_rate_schedule",

@@ -13,6 +13,7 @@ from edm2.errors import UserError
 from edm2.files import make_folder, replacing
 
 OPTIONS = "training_options.json"
+ADDED = {"label_dropout": 0.0}  # options that older runs do not record, and what they ran with
 RUN_FILES = "training-state-*.pt", "network-snapshot-*.safetensors", "stats.jsonl"
 
 
@@ -74,7 +75,8 @@ def check_options(outdir: Path, options: dict[str, Any], may_differ: Iterable[st
     Options named in `may_differ` do not change what a run computes and are not compared.
     """
     if (outdir / OPTIONS).exists():
-        differences = _differences(_read_options(outdir / OPTIONS), _as_json(options), set(may_differ))
+        there = ADDED | _read_options(outdir / OPTIONS)
+        differences = _differences(there, _as_json(options), set(may_differ))
         if differences:
             raise UserError(f"{outdir} holds another run ({'; '.join(differences)}); choose another --outdir")
     elif outdir.is_dir():

@@ -18,7 +18,7 @@ class TrainingConfig:
 
     Counts (duration, batch, status, snapshot, checkpoint) are in images, `decay` in batches; an interval of 0 means
     never. `init` is a snapshot to start from; `snapshot_dtype` is "fp16" or "fp32"; after `max_nonfinite` steps in a
-    row with non-finite gradients (0: never) the run stops.
+    row with non-finite gradients (0: never) the run stops. `label_dropout` is the share of images that go without their label.
     """
 
     outdir: str
@@ -29,6 +29,7 @@ class TrainingConfig:
     batch: int | None = None
     channels: int | None = None
     dropout: float | None = None
+    label_dropout: float = 0.0
     P_mean: float | None = None
     P_std: float | None = None
     lr: float | None = None
@@ -66,6 +67,10 @@ class TrainingConfig:
             count = getattr(self, name)
             if count < 0 or count % self.batch:
                 raise UserError(f"--{name} {count} is not a multiple of the batch of {self.batch} images")
+        if self.label_dropout and not self.cond:
+            raise UserError("--label-dropout needs labels: leave --cond as it is")
+        if not 0 <= self.label_dropout < 1:
+            raise UserError(f"--label-dropout {self.label_dropout} is no probability below 1")
         if self.max_nonfinite < 0:
             raise UserError(f"--max-nonfinite {self.max_nonfinite} is no count of steps")
         if self.snapshot_dtype not in ("fp16", "fp32"):

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import kernels
 from edm2.errors import UserError
+from edm2.folding import fold
 from edm2.latents import Encoder, RGBEncoder
 from edm2.network import Precond
 from edm2.sampler import edm_sampler
@@ -47,7 +49,7 @@ class SeedGenerators:
 def generate_images(
     net: Precond,
     seeds: Sequence[int],
-    gnet: Precond | None = None,
+    gnet: nn.Module | None = None,
     class_idx: int | Sequence[int] | None = None,
     encoder: Encoder | None = None,
     max_batch_size: int = 32,
@@ -61,13 +63,15 @@ def generate_images(
     """
     encoder = encoder or RGBEncoder()
     classes = _check_classes(net, class_idx)
-    device = next(net.parameters()).device
+    net, gnet = (fold(x) if isinstance(x, Precond) and x.folded is None else x for x in (net, gnet))
+    device = net.device
     for start in range(0, len(seeds), max_batch_size):
         part = [int(seed) for seed in seeds[start : start + max_batch_size]]
         random = SeedGenerators(part, device)
         noise = random.randn(net.img_channels, net.img_resolution, net.img_resolution)
         labels = _labels(net, classes, range(start, start + len(part)), random)
-        latents = edm_sampler(net, noise, labels, gnet, randn_like=random.randn_like, **sampler_kwargs)
+        with kernels.batch_invariance():
+            latents = edm_sampler(net, noise, labels, gnet, randn_like=random.randn_like, **sampler_kwargs)
         images = encoder.decode(latents).permute(0, 2, 3, 1).cpu().numpy() if encoder.makes_pixels else None
         yield Batch(part, labels, latents, images)
 

@@ -334,6 +334,16 @@ class Precond(nn.Module):
         self.unet = UNet(img_resolution, img_channels, label_dim, **unet_kwargs)
         self.logvar_fourier = MPFourier(logvar_channels)
         self.logvar_linear = MPConv(logvar_channels, 1)
+        self.folded = None  # the only compute dtype of a network without raw weights: see `edm2.fold`
+
+    @property
+    def device(self) -> torch.device:
+        return self.logvar_fourier.freqs.device
+
+    def train(self, mode: bool = True) -> "Precond":
+        if mode and self.folded is not None:
+            raise ValueError("a folded network cannot be trained")
+        return super().train(mode)
 
     def forward(
         self,
@@ -353,6 +363,8 @@ class Precond(nn.Module):
         sigma = self._sigma(sigma, x)
         labels = self._labels(class_labels, x)
         dtype = torch.float32 if force_fp32 else self.compute_dtype(x.device)
+        if self.folded not in (None, dtype):
+            raise ValueError(f"the network is folded for {self.folded}: it cannot compute in {dtype}")
         x_in, c_noise = ops.precondition_input(x, sigma, self.sigma_data, dtype)
         F_x = self.unet(x_in, c_noise, labels)
         D_x = ops.precondition_output(F_x, x, sigma, self.sigma_data)

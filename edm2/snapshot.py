@@ -58,6 +58,8 @@ def write_tensors(
     dtype: torch.dtype,
 ) -> None:
     """`save_snapshot` with other parameters (an average, say) in the place of the network's own."""
+    if net.folded is not None:
+        raise ValueError("a folded network has no raw weights to save")
     tensors = {name: _stored(tensor, dtype) for name, tensor in parameters.items()}
     tensors |= {name: _stored(tensor, torch.float32) for name, tensor in net.named_buffers()}
     header = {"config": net.config, "encoder": encoder and encoder.config(), "meta": meta or {}}

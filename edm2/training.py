@@ -16,6 +16,7 @@ from edm2.config import RUN_CONTROL, TrainingConfig
 from edm2.data import ImageDataset, batches
 from edm2.distributed import Processes, processes
 from edm2.errors import UserError
+from edm2.guidance import drop
 from edm2.latents import Encoder, encoder_for
 from edm2.layers import force_weight_norm_
 from edm2.loss import EDM2Loss, denoising_loss
@@ -117,9 +118,9 @@ class Trainer:
         total = torch.zeros([], device=self.procs.device)
         for start in range(0, share, micro):
             images, labels = (x.to(self.procs.device, non_blocking=True) for x in next(self.data))
-            normal, sigma, noise = draws.of_round(slice(start, start + micro))
+            normal, sigma, noise, kept = draws.of_round(slice(start, start + micro))
             images = self.encoder.encode(images, normal)
-            loss = denoising_loss(self.net, images, sigma, noise * sigma, labels, self.loss.sigma_data)
+            loss = denoising_loss(self.net, images, sigma, noise * sigma, drop(labels, kept), self.loss.sigma_data)
             (loss.sum() * (config.ls / config.batch)).backward()
             total += loss.detach().mean(dim=(1, 2, 3)).sum()
         return total
@@ -140,7 +141,8 @@ class Trainer:
     def save_snapshots(self, outdir: Path) -> None:
         """Write each tracked average as a network."""
         for std in self.optimizer.emas:
-            meta = {"nimg": self.nimg, "std": std, "preset": self.config.preset, "batch": self.config.batch}
+            facts = {name: getattr(self.config, name) for name in ("preset", "batch", "label_dropout")}
+            meta = {"nimg": self.nimg, "std": std, **facts}
             write_tensors(
                 outdir / snapshot_name(self.nimg, std), self.optimizer.ema(std), self.net,
                 encoder=self.encoder, meta=meta, dtype=DTYPES[self.config.snapshot_dtype],
@@ -181,6 +183,7 @@ class Draws:
     normal: Tensor | None  # for the encoder
     sigma: Tensor
     noise: Tensor
+    kept: Tensor | None  # bool `[N]`: whose label stays; all with None
 
     @classmethod
     def of_step(cls, trainer: Trainer, share: int) -> "Draws":
@@ -195,10 +198,13 @@ class Draws:
 
         sigma, noise = trainer.loss.sigma(randn(1, 1, 1)), randn(*trainer.image_shape)
         normal = randn(*trainer.image_shape) if trainer.encoder.draws_noise else None
-        return cls(normal, sigma, noise)
+        kept = None
+        if config.label_dropout > 0:  # drawn last: the others are as without it
+            kept = torch.rand(config.batch, generator=generator, device=procs.device)[mine] >= config.label_dropout
+        return cls(normal, sigma, noise, kept)
 
-    def of_round(self, part: slice) -> tuple[Tensor | None, Tensor, Tensor]:
-        return (None if self.normal is None else self.normal[part]), self.sigma[part], self.noise[part]
+    def of_round(self, part: slice) -> tuple[Tensor | None, ...]:
+        return tuple(None if x is None else x[part] for x in (self.normal, self.sigma, self.noise, self.kept))
 
 
 def start_from(net: Precond, path: str) -> None:

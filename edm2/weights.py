@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from edm2.layers import MPConv
 from edm2.network import Precond
+from kernels.raw_weight import RawWeight
 
 if find_spec("triton"):
-    from kernels.prepared import Member, PreparedWeights, RawWeight
+    from kernels.prepared import Member, PreparedWeights
 else:
     PreparedWeights = None  # every forward prepares them by autograd
 
@@ -27,7 +28,7 @@ class StepWeights:
         self.net = net
         self._set = None
         if PreparedWeights is not None:
-            self._places, groups = zip(*_groups(net))
+            self._places, groups = zip(*weight_groups(net, net.compute_dtype(net.device)))
             self._set = PreparedWeights(groups)
 
     @contextmanager
@@ -60,9 +61,9 @@ class StepWeights:
             setattr(module, attribute, weight)
 
 
-def _groups(net: Precond) -> Iterator[tuple[tuple[nn.Module, str], "list[RawWeight]"]]:
-    """Where each prepared weight goes, and what it is made of."""
-    unet, compute = net.unet, net.compute_dtype(net.unet.out_gain.device)
+def weight_groups(net: Precond, compute: torch.dtype) -> Iterator[tuple[tuple[nn.Module, str], list[RawWeight]]]:
+    """Where each prepared weight goes, and what it is made of; those of convolutions are of the type `compute`."""
+    unet = net.unet
     blocks = unet.blocks()
     together = {block.emb_linear for block in blocks}
     for module in net.modules():

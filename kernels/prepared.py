@@ -8,7 +8,6 @@ prepared in the pass that changed them: see `kernels.adam`.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,24 +17,9 @@ from torch import Tensor
 
 from kernels import eager
 from kernels.jit import is_recording, launch, serves
-from kernels.reference import NO_FACTORS, Factors
+from kernels.raw_weight import RawWeight
 from kernels.rows import Addresses, pointer, row_programs
 from kernels.weight import BLOCK, PreparedWeight, prepare_row, project_row, qkv_row
-
-
-class RawWeight(NamedTuple):
-    """A raw fp32 weight `[Cout, Cin, k, k]` or `[Cout, Cin]`, and how it is prepared: see `kernels.mp_weight`.
-
-    `padded`: with rows of zeros up to a multiple of 8, so that a kernel writes what it convolves as it is.
-    """
-
-    weight: Tensor
-    dtype: torch.dtype
-    gain: Tensor | None = None
-    heads: int = 0
-    up: bool = False
-    factors: Factors = NO_FACTORS
-    padded: bool = False
 
 
 class PreparedWeights:

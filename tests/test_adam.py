@@ -11,7 +11,8 @@ import kernels.prepared
 from edm2.layers import MPConv
 from kernels.adam import AdamPass
 from kernels.jit import INTERPRET
-from kernels.prepared import PreparedWeights, RawWeight
+from kernels.prepared import PreparedWeights
+from kernels.raw_weight import RawWeight
 from kernels.reference import Factors
 from tests.conftest import relative_error
 from tests.tolerances import EXACT

@@ -74,6 +74,8 @@ class TestTrain:
             (["--preset=edm2-img512-xxs", "--channels=8"], "preset edm2-img512-xxs with 8 channels cannot take 8x8"),
             (["--init=/no/such/file"], "/no/such/file does not exist"),
             (["--batch=8Gb"], "no count of images"),
+            (["--label-dropout=1"], "--label-dropout"),
+            (["--label-dropout=0.1", "--cond=False"], "--label-dropout needs labels"),
             (["--lr=-1"], "--lr"),
             (["--lr=nan"], "nan is no finite number"),
             (["--ls=inf"], "inf is no finite number"),
@@ -159,6 +161,28 @@ class TestSample:
         edm2.save_snapshot(tmp_path / "guide", small_net(0))
         assert np.abs(image(f"--gnet={tmp_path}/guide", "--guidance=1.5") - image()).max() > 0
         np.testing.assert_array_equal(image(f"--gnet={net}", "--guidance=1"), image())
+        guided = [image(f"--gnet={tmp_path}/guide", "--guidance=1.5", f"--guidance-interval={text}") for text in ("0,inf", "0.1,1", "1,80")]
+        np.testing.assert_array_equal(guided[0], image(f"--gnet={tmp_path}/guide", "--guidance=1.5"))
+        np.testing.assert_array_equal(guided[1], image())  # of 80 and 0.002, no step
+        assert np.abs(guided[2] - guided[0]).max() > 0
+
+    def test_a_network_trained_without_some_labels_guides_itself(self, tmp_path):
+        """By what it makes of no labels; without guidance it is evaluated once."""
+        network = small_net(5)
+        torch.nn.init.ones_(network.unet.dec["8x8_in0"].emb_gain)
+        edm2.save_snapshot(tmp_path / "net", network, meta={"label_dropout": 0.1})
+
+        def image(*args):
+            result = call(sample.main, f"--net={tmp_path}/net", f"--outdir={tmp_path}", "--steps=2", "--seeds=0", "--class=2", *args)
+            assert result.exit_code == 0, result.output
+            return np.asarray(Image.open(tmp_path / "000000.png")).astype(int)
+
+        assert np.abs(image("--guidance=3") - image()).max() > 0
+        snapshot = edm2.load_snapshot(tmp_path / "net")
+        options = dict(class_idx=2, num_steps=2, guidance=3, encoder=snapshot.encoder)
+        (batch,) = edm2.generate_images(snapshot.net, [0], edm2.Unlabelled(snapshot.net), **options)
+        np.testing.assert_array_equal(image("--guidance=3"), batch.images[0])
+        assert len(batch.images[0].shape) == 3
 
     def test_latents_become_arrays(self, tmp_path):
         edm2.save_snapshot(tmp_path / "net", tiny_net(), encoder=LatentEncoder((0.0, 1.0), (1.0, 2.0)))
@@ -183,6 +207,11 @@ class TestSample:
             (["--S_max=nan"], "nan is no finite number"),
             (["--batch=0"], "--batch"),
             (["--sigma_min=90"], "--sigma_min 90.0 must be below"),
+            (["--guidance-interval=2,1"], "'2,1' is no interval; write its two bounds, the lower first, like 0.19,1.61"),
+            (["--guidance-interval=1"], "no interval"),
+            (["--guidance-interval=-1,1"], "no interval"),
+            (["--guidance-interval=nan,1"], "no interval"),
+            (["--guidance-interval=inf,inf"], "no interval"),
         ],
     )
     def test_bad_options(self, net, tmp_path, args, words):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-import kernels
+from edm2.folding import prepare
 from kernels.jit import recording
-from kernels.prepared import PreparedWeights, RawWeight
+from kernels.prepared import PreparedWeights
+from kernels.raw_weight import RawWeight
 from kernels.reference import Factors
 from tests.conftest import relative_error
 from tests.tolerances import EXACT
@@ -37,11 +37,6 @@ def raw_weights(device: str = "cpu") -> list[list[RawWeight]]:
     ]
 
 
-def one_by_one(group: list[RawWeight]) -> torch.Tensor:
-    w = torch.cat([kernels.mp_weight(raw.weight, raw.gain, raw.dtype, raw.heads, raw.up, raw.factors) for raw in group], dim=1)
-    return F.pad(w, (0, 0, 0, -w.shape[1] % 8)) if group[0].padded else w
-
-
 def leaves(groups: list[list[RawWeight]]) -> list[torch.Tensor]:
     return [x for group in groups for raw in group for x in (raw.weight, raw.gain) if x is not None]
 
@@ -60,7 +55,7 @@ def test_values():
     prepared.prepare()
     for group, weight in zip(groups, prepared.weights):
         assert weight.value.dtype == group[0].dtype and weight.master.shape == weight.value.shape
-        assert relative_error(weight.value, one_by_one(group)) < EXACT[torch.float32]
+        assert relative_error(weight.value, prepare(group)) < EXACT[torch.float32]
 
 
 def test_gradients_add_up_and_are_projected_once():
@@ -70,7 +65,7 @@ def test_gradients_add_up_and_are_projected_once():
     grads = [give_gradients(prepared, seed) for seed in (1, 2)]
     prepared.project()
     singles = [[raw._replace(dtype=torch.float32) for raw in group] for group in groups]
-    total = sum((one_by_one(group) * (a + b)).sum() for group, a, b in zip(singles, *grads))
+    total = sum((prepare(group) * (a + b)).sum() for group, a, b in zip(singles, *grads))
     for leaf, expected in zip(leaves(groups), torch.autograd.grad(total, leaves(groups))):
         assert relative_error(leaf.grad, expected) < EXACT[torch.float32]
 
@@ -84,7 +79,7 @@ def test_a_step_forgets_the_gradients_of_the_last_and_sees_new_weights():
         prepared.prepare()
         give_gradients(prepared, seed)
         prepared.project()
-    assert relative_error(prepared.weights[0].value, one_by_one(groups[0])) < EXACT[torch.float32]
+    assert relative_error(prepared.weights[0].value, prepare(groups[0])) < EXACT[torch.float32]
     last = [leaf.grad.clone() for leaf in leaves(groups)]
     prepared.prepare()
     give_gradients(prepared, 2)

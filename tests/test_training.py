@@ -162,6 +162,48 @@ def test_draws_belong_to_image_numbers(config, world_size):
         torch.testing.assert_close(torch.cat([getattr(p, name) for p in parts]), getattr(whole, name), rtol=0, atol=0)
 
 
+class TestLabelDropout:
+    def test_dropped_labels_belong_to_image_numbers(self, config):
+        """The other draws are as without."""
+        config = replace(config, label_dropout=0.3)
+        whole, *parts = (Draws.of_step(Trainer(config, Processes(i, n, CPU)), 16 // n) for i, n in ((0, 1), (0, 2), (1, 2)))
+        assert 0 < whole.kept.sum() < 16 and torch.equal(torch.cat([part.kept for part in parts]), whole.kept)
+        plain = Draws.of_step(Trainer(replace(config, label_dropout=0.0), Processes(0, 1, CPU)), 16)
+        assert plain.kept is None and torch.equal(plain.sigma, whole.sigma) and torch.equal(plain.noise, whole.noise)
+
+    def test_share(self, config):
+        counts = dict.fromkeys(("batch", "duration", "status", "snapshot", "checkpoint"), 4096)
+        trainer = Trainer(replace(config, label_dropout=0.1, **counts), Processes(0, 1, CPU))
+        assert (~Draws.of_step(trainer, 4096).kept).float().mean().item() == pytest.approx(0.1, abs=0.02)
+
+    def test_the_loss_sees_zeros_in_their_place(self, config, monkeypatch):
+        seen = []
+
+        def loss(net, images, sigma, noise, labels, sigma_data):
+            seen.append(labels)
+            return edm2.denoising_loss(net, images, sigma, noise, labels, sigma_data)
+
+        monkeypatch.setattr("edm2.training.denoising_loss", loss)
+        trainer = run_steps(replace(config, label_dropout=0.3, batch_gpu=8), steps=1)
+        trainer.nimg = 0
+        kept = Draws.of_step(trainer, 16).kept
+        assert torch.equal(torch.cat(seen).sum(dim=1), kept.float())
+
+    def test_it_is_recorded(self, config):
+        """A snapshot tells that its network can guide itself; a run from before goes on, one with another share does not."""
+        edm2.train(replace(config, label_dropout=0.1))
+        snapshots = sorted(Path(config.outdir).glob("*.safetensors"))
+        assert all(edm2.load_snapshot(path).meta["label_dropout"] == 0.1 for path in snapshots) and snapshots
+        with pytest.raises(edm2.UserError, match="label_dropout: 0.1 there, 0.2 here"):
+            edm2.train(replace(config, label_dropout=0.2))
+        options = Path(config.outdir) / "training_options.json"
+        kept = {key: value for key, value in json.loads(options.read_text()).items() if key != "label_dropout"}
+        options.write_text(json.dumps(kept))
+        with pytest.raises(edm2.UserError, match="label_dropout: 0.0 there, 0.1 here"):
+            edm2.train(replace(config, label_dropout=0.1))
+        edm2.train(config)
+
+
 def test_two_processes_equal_one(config, tmp_path, one_thread_env):
     """Through torchrun and train.py, with accumulation; to rounding."""
     options = "--preset=digits --batch=16 --duration=64 --status=32 --snapshot=0 --checkpoint=64 --batch-gpu=4".split()

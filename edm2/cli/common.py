@@ -57,6 +57,23 @@ class Float(click.FloatRange):
         return number
 
 
+class Interval(click.ParamType):
+    """Two numbers, the second above the first, which is not negative: `0.19,1.61`; the second may be `inf`."""
+
+    name = "LO,HI"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            low, high = map(float, str(value).split(","))
+        except ValueError:
+            low, high = 1, 0
+        if not 0 <= low < high or math.isinf(low):
+            self.fail(f"'{value}' is no interval; write its two bounds, the lower first, like 0.19,1.61", param, ctx)
+        return low, high
+
+
 class IntList(click.ParamType):
     """Integers and ranges: `1,2,5-10`."""
 
