@@ -28,7 +28,8 @@ GAP = 4  # pixels between the images of a grid
 @click.option("--net", metavar="FILE", required=True, help="Network snapshot.")
 @click.option("--gnet", metavar="FILE", help="Guide network snapshot.  [none, or NET itself if trained with --label-dropout]")
 @click.option("--guidance", type=Float(), default=1, show_default=True, help="Guidance strength; 1 = off.")
-@click.option("--guidance-interval", type=Interval(), default="0,inf", show_default=True, help="Guide where LO < sigma <= HI.")
+@click.option("--guidance-interval", type=Interval(), default="0,inf", show_default=True,
+              help="Guide where LO < sigma <= HI; a bound within 1.5 % of a step's sigma means that one.")  # fmt: skip
 @click.option("--outdir", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Where to save the images.")
 @click.option("--subdirs", is_flag=True, help="A sub-folder for every 1000 seeds.")
 @click.option("--seeds", type=IntList(), default="16-19", show_default=True, help="One image per seed, e.g. 1,2,5-10.")
@@ -42,6 +43,7 @@ GAP = 4  # pixels between the images of a grid
 @click.option("--S_min", "S_min", type=Float(0), default=0, show_default=True, help="Its lowest noise level.")
 @click.option("--S_max", "S_max", type=Float(0, infinite=True), default=math.inf, show_default=True, help="Its highest noise level.")
 @click.option("--S_noise", "S_noise", type=Float(), default=1, show_default=True, help="Its noise inflation.")
+@click.option("--fast", is_flag=True, help="Let an image's last bits depend on the batch it is in, where that is quicker.")
 @click.option("--grid", metavar="PNG", type=click.Path(path_type=Path), help="Also write all images as one grid.")
 @click.option("--columns", metavar="INT", type=click.IntRange(min=1), default=10, show_default=True, help="Width of the grid in images.")
 @click.option("--scale", metavar="INT", type=click.IntRange(min=1), default=1, show_default=True, help="Enlarge the pixels of the grid.")

@@ -49,9 +49,7 @@ def sample_case(
             return _with_tensor_sigma(compiled_baseline(net, mode))
 
         wraps = {"eager": Baseline, "eager channels-last": lambda net: Baseline(net, fast=True)}
-        wraps |= {compile_name(device, mode): compiled, "edm2": lambda net: net}
-        if not steps:
-            wraps[INVARIANT] = lambda net: batch_invariance()(net)
+        wraps |= {compile_name(device, mode): compiled, "edm2": edm2.fold, INVARIANT: lambda net: batch_invariance()(edm2.fold(net))}
         if mode is not None:
             wraps = {name: wraps[name] for name in ("eager channels-last", compile_name(device, mode))}
         return {name: candidate(wrap) for name, wrap in wraps.items()}

@@ -16,14 +16,17 @@ from kernels.raw_weight import RawWeight
 def fold(net: Precond, dtype: torch.dtype | None = None) -> Precond:
     """A network that evaluates like `net` in eval mode, bit for bit, on its device, and holds the prepared weights only.
 
-    dtype: its compute dtype, that of `net` by default. `net` stays as it is. The result has no parameters: it cannot be
-    trained, saved or evaluated in another type. ValueError if `net` is folded already.
+    dtype: its compute dtype, by default that of `net` where it now is: move it to its device first. `net` stays as it is.
+    The result has no parameters: it cannot be trained, saved or evaluated in another type. ValueError if `net` is folded
+    already, or is something else than a `Precond`.
     """
+    if type(net) is not Precond:
+        raise ValueError(f"only an edm2.Precond can be folded, not a {type(net).__name__}")
     if net.folded is not None:
         raise ValueError("the network is folded already")
     compute = dtype or net.compute_dtype(net.device)
     with torch.device("meta"):
-        folded = Precond(**net.config, dtype=compute).eval()
+        folded = Precond(**net.config, dtype=dtype or net.dtype).eval()
     buffers = dict(net.named_buffers())
     for name, module in folded.named_modules():
         for key in list(module._buffers):

@@ -364,7 +364,7 @@ class Precond(nn.Module):
         labels = self._labels(class_labels, x)
         dtype = torch.float32 if force_fp32 else self.compute_dtype(x.device)
         if self.folded not in (None, dtype):
-            raise ValueError(f"the network is folded for {self.folded}: it cannot compute in {dtype}")
+            raise ValueError(f"the network is folded for {self.folded}: it cannot compute in {dtype}; fold it on its device, for its type")
         x_in, c_noise = ops.precondition_input(x, sigma, self.sigma_data, dtype)
         F_x = self.unet(x_in, c_noise, labels)
         D_x = ops.precondition_output(F_x, x, sigma, self.sigma_data)

@@ -120,7 +120,8 @@ WGRAD: dict[str, list[WgradTile]] = {
 TUNED: dict[Row, list[ConvTile] | WgradTile] = {}
 
 
-# Where cuDNN or cuBLAS and a pass for the epilogue win in training, with the figure that shows it. Not measured yet.
+# Where cuDNN or cuBLAS and a pass for the epilogue win in training, with the figure that shows it; as the library knows no
+# second tensor, without that one's channels. Not measured yet.
 LIBRARY: set[Row] = set()
 
 
@@ -139,7 +140,7 @@ def library(itemsize: int) -> bool:
 
 
 def parts(row: Row, images: int) -> int:
-    """Into how many the sum of a convolution is divided for an evaluation of `images`, a row of its taps in each.
+    """Into how many the sum of a convolution, over all its sources, is divided for an evaluation of `images`, a row of taps each.
 
     3 where in one piece the smallest tiles would leave more than half of the multiprocessors idle, and each part has steps
     enough to be worth a second pass; whatever the number of images if that must not change a bit.

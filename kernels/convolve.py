@@ -75,8 +75,9 @@ def convolve(
         height, width = height // 2, width // 2
     op = "input gradient" if transposed else "forward"
     row = conv_tiles.row(capability(x), op, w.shape[0], height, width, depth, channels, rest.channels if rest else 0)
-    parts = conv_tiles.parts(row, n) if split else 1
-    in_table = training and not sources and w.shape[0] != 16 and row in conv_tiles.LIBRARY
+    depths = [depth, *(source.x.shape[3] for source in sources if source.w.shape[0] == w.shape[0])]
+    parts = conv_tiles.parts(row._replace(depth=sum(depths)), n) if split else 1
+    in_table = training and not sources and w.shape[0] != 16 and row._replace(rest=0) in conv_tiles.LIBRARY
     by_library = in_table or conv_tiles.library(x.element_size())
     u = _library(x, w, transposed, sources) if by_library else None
     if by_library and up == "output":  # of what follows, nothing up-samples

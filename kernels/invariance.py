@@ -1,4 +1,4 @@
-"""May an image's bits depend on the images beside it?
+"""May an image's bits depend on the images beside it? Where kernels convolve, that is: in fp32 the library does, as it likes.
 
 Sums are divided by the sizes of a layer and of its image alone, never by the number of images, but for one thing: of few
 images' sums, small layers are evaluated in parts (`kernels.conv_tiles.parts`). Either whenever that is quicker, or, where the
@@ -18,7 +18,7 @@ def is_batch_invariant() -> bool:
 
 @contextmanager
 def batch_invariance(wanted: bool = True) -> Iterator[None]:
-    """Within it, on one kind of GPU, an evaluation gives an image the same bits whatever the batch it is in."""
+    """Within it, on one kind of GPU in half precision, an evaluation gives an image the same bits whatever the batch it is in."""
     before = _invariant.set(wanted)
     try:
         yield

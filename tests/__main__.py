@@ -14,6 +14,8 @@ prepared registration triton_network""".split()
 
 def main() -> int:
     """The exit status: not 0 if either failed."""
+    if sys.argv[1:]:
+        sys.exit("python -m tests runs everything and takes no arguments; for one file: python -m pytest tests/test_conv.py")
     threads = max(1, len(os.sched_getaffinity(0)) // 2) if hasattr(os, "sched_getaffinity") else 1
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     pytest = [sys.executable, "-m", "pytest", "-q"]

@@ -138,13 +138,13 @@ def one_thread_env():
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def tiny_net(label_dim: int = 5, gains: float = 0.5, **kwargs) -> "edm2.Precond":
+def tiny_net(label_dim: int = 5, gains: float = 0.5, img_channels: int = 2, **kwargs) -> "edm2.Precond":
     """A small network of two levels with all gains non-zero."""
     import edm2
 
     torch.manual_seed(0)
     kwargs = {"model_channels": 8, "channel_mult": (1, 2), "num_blocks": 1, "attn_resolutions": (4,), **kwargs}
-    net = edm2.Precond(8, 2, label_dim, channels_per_head=8, **kwargs)
+    net = edm2.Precond(8, img_channels, label_dim, channels_per_head=8, **kwargs)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             if name.endswith("gain"):

@@ -13,6 +13,7 @@ from bench.convs import LIBRARY, WAYS, conv_cases, conv_shapes
 from bench.fused import FUSIONS, fused_cases, sites
 from bench.isolated import case_launches
 from bench.models import compile_name
+from bench.problems import problems
 from bench.runner import run_cases
 from kernels import conv_tiles
 from kernels.jit import INTERPRET
@@ -55,6 +56,13 @@ def test_sites_make_the_network():
     first, second = counts["conv_silu"] + counts["conv_silu_up"], counts["conv_sum"] + counts["conv_cat_sum"]
     assert 2 * branches == inner == first + second and counts["conv_silu_up"] == counts["residual_branch_up"] > 0
     assert counts["silu_grad"] == branches and counts["residual_silu_grad"] == counts["residual_branch_silu"]
+
+
+def test_rows_are_those_of_a_training_step():
+    """The library knows no second tensor."""
+    asked = {problem.row._replace(rest=0) for problem in problems(PRESET, 256, 90)}
+    cases = [*conv_cases(PRESET, 256, 3), *fused_cases(PRESET, 256, saves=True)]
+    assert {("wgmma", *case.facts["row"]) for case in cases if "row" in case.facts and case.facts["row"][0] == "input gradient"} <= asked
 
 
 def test_rows_are_those_that_the_table_is_asked_for(monkeypatch):

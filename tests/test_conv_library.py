@@ -54,6 +54,13 @@ def test_no_worse_than_pytorch(case, op):
         assert relative_error(a.float(), truth) < max(2 * relative_error(b.float(), truth), torch.finfo(torch.float16).eps)
 
 
+def test_a_result_of_two_tensors_is_in_the_table_without_the_second(monkeypatch, started):
+    monkeypatch.setattr(conv_tiles, "LIBRARY", {conv_tiles.row(90, "input gradient", 9, 4, 4, 16, 24)})
+    g, w = torch.randn(1, 4, 4, 16).half(), torch.randn(9, 16, 24).half()
+    both = convolve.convolve(g, w, transposed=True, training=True, rest=convolve.Rest(8))
+    assert [y.shape[3] for y in both] == [16, 8] and not started
+
+
 def test_kernels_of_other_kinds_stay(op, started):
     """Of two convolutions forward and two for the input gradients, of which one has nothing after it; both weight gradients
     are one launch."""

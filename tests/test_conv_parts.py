@@ -56,6 +56,15 @@ def test_sources_of_nine_taps_are_in_each_part(count, memory, arch, parts, start
     assert started[-1][2] == 3
 
 
+@pytest.mark.parametrize(("least", "parts"), [(6, True), (7, False)])
+def test_steps_are_those_of_all_sources(least, parts, memory, started, monkeypatch):
+    """A part of 40 + 40 channels takes 3 × 2 steps of 64."""
+    monkeypatch.setattr(conv_tiles, "LEAST_STEPS", least)
+    x, w, _ = input_and_weight(memory, 1, 2, 2, 40, 8, 9)
+    convolve.convolve(x, w, sources=[Source(x, w)], split=True)
+    assert (started[0][1] == "part") == parts
+
+
 def test_sources_of_one_tap_are_a_part_of_their_own(memory, arch, parts, started):
     x, w, g = input_and_weight(memory, 2, 3, 5, 24, 40, 9)
     a, w_a, _ = input_and_weight(memory, 2, 3, 5, 8, 40, 1)

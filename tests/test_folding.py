@@ -56,9 +56,18 @@ def test_nothing_is_left_of_the_raw_weights():
 
 def test_it_moves_with_its_weights():
     """To another type of device, as a module does; here the one without memory."""
-    folded = edm2.fold(tiny_net()).to("meta")
+    folded = edm2.fold(tiny_net(dtype=torch.float32)).to("meta")
     assert folded.device.type == "meta"
     assert folded(*(x.to("meta") for x in inputs(folded))).shape == (3, 2, 8, 8)
+
+
+def test_a_device_that_computes_in_another_type():
+    """Folded on a CPU for fp32, it refuses to be slow on a GPU, which would take fp16."""
+    folded = edm2.fold(tiny_net())
+    assert folded.compute_dtype(torch.device("cuda")) == torch.float16
+    folded.to("meta")
+    with pytest.raises(ValueError, match="folded for torch.float32: it cannot compute in torch.float16; fold it on its device"):
+        folded(*(x.to("meta") for x in inputs(folded)))
 
 
 def test_for_another_type():
@@ -73,6 +82,8 @@ def test_what_it_is_not_for(tmp_path):
     folded = edm2.fold(tiny_net())
     with pytest.raises(ValueError, match="folded already"):
         edm2.fold(folded)
+    with pytest.raises(ValueError, match="only an edm2.Precond can be folded, not a Unlabelled"):
+        edm2.fold(edm2.Unlabelled(folded))
     with pytest.raises(ValueError, match="cannot be trained"):
         folded.train()
     with pytest.raises(ValueError, match="no raw weights to save"):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import edm2
+from bench.models import make_network
 from edm2.latents import LatentEncoder
 from tests.conftest import relative_error, tiny_net
 
@@ -22,11 +23,43 @@ def test_batches():
     assert all(b.images.dtype == np.uint8 and b.images.shape == (len(b.seeds), 8, 8, 2) for b in batches)
 
 
-@pytest.mark.parametrize("churn", [0, 1])
-def test_an_image_depends_on_its_seed_alone(churn):
-    _, latents, _ = generate(max_batch_size=2, S_churn=churn)
-    _, others, _ = generate(seeds=[4, 2, 0], max_batch_size=3, S_churn=churn)
-    assert relative_error(others, latents[[4, 2, 0]]) < 1e-5
+OPTIONS = [{}, {"S_churn": 1}, {"gnet": "unconditional", "guidance": 2}, {"dtype": torch.float64}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_an_image_depends_on_its_seed_alone(options):
+    """To the bit: not on the batch, its size, its order. `fast` gives the same image."""
+    net, options = make_network("digits", torch.device("cpu")), dict(options)
+    if "gnet" in options:
+        options["gnet"] = tiny_net(0, img_channels=1)
+    options |= {"class_idx": 3}
+    _, latents, _ = generate(net, range(40), max_batch_size=40, **options)
+    for seeds, batch in (([4, 2, 0], 3), ([7], 1), (range(39, 30, -1), 4)):
+        _, others, _ = generate(net, seeds, max_batch_size=batch, **options)
+        assert torch.equal(others, latents[list(seeds)])
+    _, fast, _ = generate(net, [7], fast=True, **options)
+    assert relative_error(fast, latents[[7]]) < 1e-5
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_networks_are_folded_once(own, monkeypatch):
+    """The guide too, behind its wrapper as well; those that do more than a network of this project stay as they are."""
+    folded = []
+    monkeypatch.setattr("edm2.generate.fold", lambda net: folded.append(net) or edm2.fold(net))
+    net = tiny_net()
+    guide = edm2.Unlabelled(net if own else tiny_net(gains=0.2))
+    _, raw, _ = generate(net, gnet=guide, guidance=2)
+    assert [id(x) for x in folded] == [id(net), *[id(guide.net)] * (not own)]
+    _, again, _ = generate(edm2.fold(net), gnet=edm2.Unlabelled(edm2.fold(guide.net)), guidance=2)
+    assert torch.equal(raw, again) and len(folded) == 2 - own
+
+    class Other(edm2.Precond):
+        def forward(self, *args, **kwargs):
+            return 0.5 * super().forward(*args, **kwargs)
+
+    other = Other(**net.config)
+    other.load_state_dict(net.state_dict())
+    assert relative_error(generate(other)[1], generate(net)[1]) > 0.1 and len(folded) == 3 - own
 
 
 def test_noise_comes_first_then_the_class():
@@ -37,7 +70,7 @@ def test_noise_comes_first_then_the_class():
     label = torch.nn.functional.one_hot(torch.randint(5, (), generator=random), 5).float()
     expected = edm2.edm_sampler(net, noise[None], label[None], num_steps=2)
     for seed in (7, 7 + 2**32):
-        _, latents, batches = generate(net, [seed])
+        _, latents, batches = generate(net, [seed], fast=True)
         torch.testing.assert_close(latents, expected)
         torch.testing.assert_close(batches[0].labels, label[None])
 

@@ -1,5 +1,7 @@
 """The quickened interpreter (`tests.interpreter`) still refuses integers that do not fit their type."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import triton
@@ -7,8 +9,9 @@ import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
 from kernels.jit import INTERPRET
+from tests.__main__ import INTERPRETED
 
-pytestmark = pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1")
+needs_interpreter = pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1")
 
 
 @triton.jit
@@ -28,6 +31,15 @@ def calculation_kernel(x, y, out_ptr, OPERATION: tl.constexpr, WIDE: tl.constexp
     tl.store(out_ptr, calculate(x, y, OPERATION))
 
 
+def test_every_file_of_kernels_is_run_in_it():
+    """One that is not listed would skip its tests in every run. The gate's do compile."""
+    words = "INTERPRET", "on_triton", "memory, arch", "op_cases"
+    paths = [path for path in Path(__file__).parent.glob("test_*.py") if any(word in path.read_text() for word in words)]
+    files = {path.stem.removeprefix("test_") for path in paths}
+    assert files - {"compile_gate", "layers"} <= set(INTERPRETED)
+
+
+@needs_interpreter
 @pytest.mark.parametrize(("operation", "x", "y"), [("add", 2**31 - 2, 2), ("sub", -(2**31) + 1, 2), ("mul", 2**16, 2**15)])
 def test_integers_that_do_not_fit(operation, x, y):
     """One less does, and so does 64 bits."""

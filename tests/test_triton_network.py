@@ -73,14 +73,14 @@ def test_evaluation(device):
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_evaluation_in_half_precision(parts, device, monkeypatch):
-    """Convolutions of 3 × 3 whole, and all in parts."""
+    """Of a folded network, convolutions of 3 × 3 whole, and all in parts."""
     monkeypatch.setattr(conv_tiles, "LEAST_STEPS", 0 if parts == 3 else 10**9)
     net = tiny_net(model_channels=8, dtype=torch.float16).to(device)
     x = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(1)).to(device)
     launch, forms = convolve.launch, set()
     monkeypatch.setattr(convolve, "launch", lambda *args, **options: forms.add(options["UP"]) or launch(*args, **options))
     with torch.no_grad():
-        actual = net(x, 0.7)
+        actual = edm2.fold(net)(x, 0.7)
     assert ("part" in forms) == (parts == 3)
     net.dtype = torch.float32
     assert relative_error(actual, Baseline(net)(x, 0.7)) < NETWORK[torch.float16][0]
