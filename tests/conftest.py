@@ -21,6 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.stem == "test_compile_gate")  # last: it keeps all cores busy
     chosen = config.getoption("-m")
     for item in items:
         if "torture" in item.keywords and "torture" not in chosen:
