@@ -10,6 +10,7 @@ import edm2
 from bench.baseline import Baseline
 from bench.case import Candidates, Case, data_size
 from bench.models import compile_name, compiled_baseline, macs, make_inputs, make_network
+from edm2.chunks import InChunks
 from edm2.errors import UserError
 from edm2.latents import LatentEncoder, RGBEncoder
 from kernels import batch_invariance
@@ -45,11 +46,15 @@ def sample_case(
             models = [wrap(net) for net in nets]
             return torch.no_grad()(lambda: _sample(models, inputs, steps, decode))
 
+        def invariant(net: edm2.Precond) -> Callable:
+            folded = edm2.fold(net)
+            return batch_invariance()(InChunks(folded) if device.type == "cpu" else folded)
+
         def compiled(net: edm2.Precond) -> Callable:
             return _with_tensor_sigma(compiled_baseline(net, mode))
 
         wraps = {"eager": Baseline, "eager channels-last": lambda net: Baseline(net, fast=True)}
-        wraps |= {compile_name(device, mode): compiled, "edm2": edm2.fold, INVARIANT: lambda net: batch_invariance()(edm2.fold(net))}
+        wraps |= {compile_name(device, mode): compiled, "edm2": edm2.fold, INVARIANT: invariant}
         if mode is not None:
             wraps = {name: wraps[name] for name in ("eager channels-last", compile_name(device, mode))}
         return {name: candidate(wrap) for name, wrap in wraps.items()}

@@ -8,7 +8,7 @@ PIXELS = 2048  # of a chunk, or one image: enough for small images to share what
 
 
 class InChunks(nn.Module):
-    """Evaluates a network on a fixed number of images at a time, the last ones beside zeros, called like an `edm2.Precond`.
+    """Evaluates a network on a fixed number of images at a time, the last ones beside ones, called like an `edm2.Precond`.
 
     At a given number of threads each image then has the same bits whatever the batch it is in: a test shows it.
     """
@@ -18,14 +18,12 @@ class InChunks(nn.Module):
         self.net = net
 
     def forward(self, x: Tensor, sigma: Tensor | float, class_labels: Tensor | None = None) -> Tensor:
-        """sigma: one number for all."""
         size = max(1, PIXELS // (x.shape[2] * x.shape[3]))
-        labels = [None] * len(x) if class_labels is None else class_labels.split(size)
-        return torch.cat([self._evaluate(part, sigma, own, size) for part, own in zip(x.split(size), labels)])
+        sigma = sigma if isinstance(sigma, Tensor) else torch.full([len(x)], sigma)
+        given = [x, sigma.reshape(-1).expand(len(x))] + ([] if class_labels is None else [class_labels])
+        return torch.cat([self._evaluate(part, size) for part in zip(*(each.split(size) for each in given))])
 
-    def _evaluate(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None, size: int) -> Tensor:
-        missing = size - len(x)
-        if missing:
-            x = F.pad(x, (0, 0) * 3 + (0, missing))
-            labels = None if labels is None else F.pad(labels, (0, 0, 0, missing))
-        return self.net(x, sigma, labels)[: size - missing]
+    def _evaluate(self, part: tuple[Tensor, ...], size: int) -> Tensor:
+        n = len(part[0])
+        filled = [F.pad(each, (0, 0) * (each.ndim - 1) + (0, size - n), value=1) for each in part] if n < size else part
+        return self.net(*filled)[:n]
