@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PIXELS = 2048  # of a chunk, or one image: enough for small images to share what an evaluation costs anyway
+PIXELS = 4096  # of a chunk, or one image: of small images as many as share well what any evaluation costs (digits: 64)
 
 
 class InChunks(nn.Module):

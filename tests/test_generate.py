@@ -33,8 +33,8 @@ def test_an_image_depends_on_its_seed_alone(options):
     if "gnet" in options:
         options["gnet"] = tiny_net(0, img_channels=1)
     options |= {"class_idx": 3}
-    _, latents, _ = generate(net, range(40), max_batch_size=40, **options)
-    for seeds, batch in (([4, 2, 0], 3), ([7], 1), (range(39, 30, -1), 4)):
+    _, latents, _ = generate(net, range(70), max_batch_size=70, **options)
+    for seeds, batch in (([4, 2, 0], 3), ([7], 1), (range(69, 60, -1), 4)):
         _, others, _ = generate(net, seeds, max_batch_size=batch, **options)
         assert torch.equal(others, latents[list(seeds)])
     _, fast, _ = generate(net, [7], fast=True, **options)
