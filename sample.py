@@ -1,4 +1,4 @@
-"""Generate images with an EDM2 network."""
+"""Generate images with an EDM2 network. On several GPUs: `torchrun --standalone --nproc_per_node=8 sample.py …`."""
 
 import math
 from pathlib import Path
@@ -7,21 +7,19 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from PIL import Image
 from tqdm import tqdm
 
 from edm2.backends import full_precision
 from edm2.cli.common import Command, Float, ImageCount, Interval, IntList
+from edm2.distributed import processes
 from edm2.errors import UserError
-from edm2.files import make_folder, replacing
 from edm2.folding import fold
 from edm2.generate import Batch, generate_images
 from edm2.guidance import Unlabelled
 from edm2.latents import Encoder, RGBEncoder
 from edm2.network import Precond
+from edm2.pictures import Writers, read_png, tile, write_array, write_png
 from edm2.snapshot import load_snapshot
-
-GAP = 4  # pixels between the images of a grid
 
 
 @click.command(cls=Command)
@@ -48,26 +46,27 @@ GAP = 4  # pixels between the images of a grid
 @click.option("--columns", metavar="INT", type=click.IntRange(min=1), default=10, show_default=True, help="Width of the grid in images.")
 @click.option("--scale", metavar="INT", type=click.IntRange(min=1), default=1, show_default=True, help="Enlarge the pixels of the grid.")
 def main(
-    net: str, gnet: str | None, outdir: Path, subdirs: bool, seeds: list[int], batch: int,
+    net: str, gnet: str | None, outdir: Path, subdirs: bool, seeds: list[int], class_idx: list[int] | None, batch: int,
     grid: Path | None, columns: int, scale: int, **options: Any,
 ) -> None:  # fmt: skip
     """Generate images: `{seed:06d}.png` in OUTDIR. A latent network gives `.npy` files of VAE latents."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     full_precision()
-    main_net, guide, encoder = networks(net, gnet, device)
-    check(main_net, guide, batch=batch, **options)
-    if grid and not encoder.makes_pixels:
-        raise UserError(f"--grid: {net} makes VAE latents, not pixels")
-    batches = generate_images(main_net, seeds, guide, encoder=encoder, max_batch_size=batch, **options)
-    done: list[np.ndarray] = []
-    with tqdm(total=len(seeds), unit="img", disable=None) as bar:
-        for part in batches:
-            save(part, outdir, subdirs, encoder)
-            if grid and part.images is not None:
-                done.append(part.images)
-            bar.update(len(part.seeds))
-    if done:
-        write_png(grid, tile(np.concatenate(done), columns, scale))
+    with processes() as procs:
+        main_net, guide, encoder = networks(net, gnet, procs.device)
+        check(main_net, guide, batch=batch, **options)
+        if grid and not encoder.makes_pixels:
+            raise UserError(f"--grid: {net} makes VAE latents, not pixels")
+        mine = slice(procs.rank, None, procs.world_size)
+        classes = class_idx and [class_idx[i % len(class_idx)] for i in range(len(seeds))][mine]
+        parts = generate_images(main_net, seeds[mine], guide, classes, encoder, max_batch_size=batch, **options)
+        with Writers() as writers, tqdm(total=len(seeds[mine]), unit="img", disable=True if procs.rank else None) as bar:
+            for part in parts:
+                save(part, outdir, subdirs, encoder, writers)
+                bar.update(len(part.seeds))
+        procs.barrier()
+        if grid and procs.rank == 0:
+            images = [read_png(file_of(seed, outdir, subdirs, "png")) for seed in seeds]
+            write_png(grid, tile(np.stack(images), columns, scale))
 
 
 def networks(net: str, gnet: str | None, device: torch.device) -> tuple[Precond, Precond | Unlabelled | None, Encoder]:
@@ -97,34 +96,19 @@ def check(net, guide, *, batch: int, guidance: float, sigma_min: float, sigma_ma
         raise UserError(f"--gnet knows {guide.label_dim} classes, --net {net.label_dim}")
 
 
-def save(part: Batch, outdir: Path, subdirs: bool, encoder) -> None:
+def save(part: Batch, outdir: Path, subdirs: bool, encoder: Encoder, writers: Writers) -> None:
     """One file per image: PNG, or the VAE's latents where no decoder is at hand."""
+    latents = encoder.decode(part.latents).cpu().numpy() if part.images is None else None
     for i, seed in enumerate(part.seeds):
-        folder = make_folder(outdir / f"{seed // 1000 * 1000:06d}" if subdirs else outdir)
-        if part.images is not None:
-            write_png(folder / f"{seed:06d}.png", part.images[i])
+        if latents is None:
+            writers.write(write_png, file_of(seed, outdir, subdirs, "png"), part.images[i])
         else:
-            with replacing(folder / f"{seed:06d}.npy") as temporary, open(temporary, "wb") as file:
-                np.save(file, encoder.decode(part.latents[i]).cpu().numpy())
+            writers.write(write_array, file_of(seed, outdir, subdirs, "npy"), latents[i])
 
 
-def tile(images: np.ndarray, columns: int, scale: int) -> np.ndarray:
-    """`[N, H, W, C]` → one picture, row by row, pixels enlarged `scale` times, with `GAP` grey pixels between."""
-    images = images.repeat(scale, axis=1).repeat(scale, axis=2)
-    n, h, w, c = images.shape
-    rows = math.ceil(n / columns)
-    sheet = np.full((rows * (h + GAP) + GAP, columns * (w + GAP) + GAP, c), 128, np.uint8)
-    for i, image in enumerate(images):
-        y, x = (GAP + (size + GAP) * k for size, k in zip((h, w), divmod(i, columns)))
-        sheet[y : y + h, x : x + w] = image
-    return sheet
-
-
-def write_png(path: Path, image: np.ndarray) -> None:
-    """uint8 `[H, W, C]`, grey for one channel."""
-    make_folder(path.parent)
-    with replacing(path) as temporary:
-        Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(temporary, format="png")
+def file_of(seed: int, outdir: Path, subdirs: bool, ending: str) -> Path:
+    folder = outdir / f"{seed // 1000 * 1000:06d}" if subdirs else outdir
+    return folder / f"{seed:06d}.{ending}"
 
 
 if __name__ == "__main__":

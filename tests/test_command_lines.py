@@ -1,6 +1,8 @@
 """train.py and sample.py as a user calls them: options, files, and one clear line for each mistake."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,10 @@ import sample
 import train
 from edm2.cli.main import main as tools
 from edm2.latents import LatentEncoder, RGBEncoder
+from edm2.pictures import GAP
 from tests.conftest import tiny_net
+
+ROOT = Path(__file__).parent.parent
 
 
 def call(command, *args):
@@ -143,10 +148,29 @@ class TestSample:
         assert files == ["000000/000000.png", "000000/000001.png", "000000/000002.png", "000000/000007.png", "001000/001005.png"]
         image, sheet = Image.open(out / files[3]), Image.open(grid)
         assert (image.size, image.mode) == ((8, 8), "RGB")
-        tile, gap = 16, sample.GAP
+        tile, gap = 16, GAP
         assert sheet.size == (3 * (tile + gap) + gap, 2 * (tile + gap) + gap)
         fourth = np.asarray(sheet)[tile + 2 * gap : 2 * (tile + gap), gap : gap + tile]
         np.testing.assert_array_equal(fourth[::2, ::2], np.asarray(image))
+
+    def test_two_processes_equal_one(self, net, tmp_path, one_thread_env):
+        """Through torchrun: each makes its share of the seeds, and the same files and grid come out."""
+        options = "--seeds=0-4 --class=1,3,0 --steps=2 --batch=2".split()
+
+        def files(name, *launcher):
+            out = [f"--outdir={tmp_path / name}", f"--grid={tmp_path / name / 'grid.png'}", f"--net={net}"]
+            command = [sys.executable, *launcher, "sample.py", *out, *options]
+            result = subprocess.run(command, cwd=ROOT, env=one_thread_env, capture_output=True, text=True)
+            assert result.returncode == 0, result.stderr
+            return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+
+        one, two = files("one"), files("two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+        assert one == two and len(one) == 6
+
+    def test_a_file_that_cannot_be_written(self, net, tmp_path):
+        (tmp_path / "000002.png").mkdir()
+        line = refused(sample.main, f"--net={net}", f"--outdir={tmp_path}", "--steps=1", "--seeds=0-3")
+        assert line.startswith("Error: cannot write") and "000002.png" in line
 
     def test_one_step(self, net, tmp_path):
         result = call(sample.main, f"--net={net}", f"--outdir={tmp_path}", "--steps=1", "--seeds=3", "--class=2")

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # From the ground up: a module may import those before it.
-EDM2 = """version errors files backends image_files data latents layers network weights chunks folding guidance loss presets phema optimizer
-sampler summary config distributed stats snapshot checkpoint training generate""".split()
+EDM2 = """version errors files pictures backends image_files data latents layers network weights chunks folding guidance loss
+presets phema optimizer sampler summary config distributed stats snapshot checkpoint training generate""".split()
 
 
 def imports(path: Path) -> set[str]:

@@ -1,0 +1,72 @@
+"""Images on disk: PNG files, grids of them, and threads that write while the next images are made."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from edm2.files import make_folder, replacing
+
+GAP = 4  # pixels between the images of a grid
+THREADS, WAITING = 4, 256  # that write, and files that may wait for them
+
+
+class Writers:
+    """A context manager whose `write(function, *arguments)` has threads call it. Leaving it waits for all of them.
+
+    An error of a thread is raised by a later `write` or on leaving.
+    """
+
+    def __enter__(self) -> "Writers":
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._waiting: deque[Future] = deque()
+        return self
+
+    def write(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._waiting.append(self._threads.submit(function, *arguments))
+        while len(self._waiting) > WAITING or self._waiting and self._waiting[0].done():
+            self._waiting.popleft().result()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            for future in self._waiting:
+                future.result()
+
+
+def write_png(path: Path, image: np.ndarray) -> None:
+    """uint8 `[H, W, C]`, grey for one channel."""
+    make_folder(path.parent)
+    with replacing(path) as temporary:
+        Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(temporary, format="png")
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """As `.npy`."""
+    make_folder(path.parent)
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, array)
+
+
+def read_png(path: Path) -> np.ndarray:
+    """uint8 `[H, W, C]`, as `write_png` took it."""
+    with Image.open(path) as image:
+        pixels = np.asarray(image)
+    return pixels[..., None] if pixels.ndim == 2 else pixels
+
+
+def tile(images: np.ndarray, columns: int, scale: int) -> np.ndarray:
+    """`[N, H, W, C]` → one picture, row by row, pixels enlarged `scale` times, with `GAP` grey pixels between."""
+    images = images.repeat(scale, axis=1).repeat(scale, axis=2)
+    n, h, w, c = images.shape
+    rows = math.ceil(n / columns)
+    sheet = np.full((rows * (h + GAP) + GAP, columns * (w + GAP) + GAP, c), 128, np.uint8)
+    for i, image in enumerate(images):
+        y, x = (GAP + (size + GAP) * k for size, k in zip((h, w), divmod(i, columns)))
+        sheet[y : y + h, x : x + w] = image
+    return sheet
