@@ -1,6 +1,5 @@
 """Guides other than a network of their own."""
 
-import torch
 from torch import Tensor, nn
 
 
@@ -16,8 +15,3 @@ class Unlabelled(nn.Module):
 
     def forward(self, x: Tensor, sigma: Tensor | float, class_labels: Tensor | None = None) -> Tensor:
         return self.net(x, sigma)
-
-
-def drop(labels: Tensor, kept: Tensor | None) -> Tensor:
-    """Label vectors `[N, L]`, zeros where not `kept`, bool `[N]`."""
-    return labels if kept is None else torch.where(kept[:, None], labels, 0)

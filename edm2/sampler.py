@@ -56,7 +56,8 @@ def edm_sampler(
     """From standard normal `noise` `[N, C, H, W]` to samples of the same shape, in `dtype`.
 
     `guidance` w evaluates `w·net + (1−w)·gnet`, in steps whose σ lies in `guidance_interval` (lo, hi]; where it has
-    no effect the guide is not evaluated. S_churn > 0 adds noise back in each step within [S_min, S_max].
+    no effect the guide is not evaluated. S_churn > 0 adds noise back in each step within [S_min, S_max]. The last bits of an
+    image may depend on its batch; `generate_images` sees to it that they do not.
     `callback(i, sigma, x)` sees the state after step i.
     """
     if guidance != 1 and gnet is None:

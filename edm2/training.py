@@ -16,7 +16,6 @@ from edm2.config import RUN_CONTROL, TrainingConfig
 from edm2.data import ImageDataset, batches
 from edm2.distributed import Processes, processes
 from edm2.errors import UserError
-from edm2.guidance import drop
 from edm2.latents import Encoder, encoder_for
 from edm2.layers import force_weight_norm_
 from edm2.loss import EDM2Loss, denoising_loss
@@ -120,7 +119,8 @@ class Trainer:
             images, labels = (x.to(self.procs.device, non_blocking=True) for x in next(self.data))
             normal, sigma, noise, kept = draws.of_round(slice(start, start + micro))
             images = self.encoder.encode(images, normal)
-            loss = denoising_loss(self.net, images, sigma, noise * sigma, drop(labels, kept), self.loss.sigma_data)
+            labels = labels if kept is None else torch.where(kept[:, None], labels, 0)
+            loss = denoising_loss(self.net, images, sigma, noise * sigma, labels, self.loss.sigma_data)
             (loss.sum() * (config.ls / config.batch)).backward()
             total += loss.detach().mean(dim=(1, 2, 3)).sum()
         return total

@@ -191,6 +191,10 @@ class TestSample:
         np.testing.assert_array_equal(guided[0], image(f"--gnet={tmp_path}/guide", "--guidance=1.5"))
         np.testing.assert_array_equal(guided[1], image())  # of 80 and 0.002, no step
         assert np.abs(guided[2] - guided[0]).max() > 0
+        bounds = "2.4", "2.49", "2.6"  # of three steps the second is at 2.515, and 2.49 means it: it is not guided
+        below, at, above = (image("--steps=3", f"--gnet={tmp_path}/guide", "--guidance=3", f"--guidance-interval={x},80") for x in bounds)
+        np.testing.assert_array_equal(at, above)
+        assert np.abs(at - below).max() > 0
 
     def test_a_network_trained_without_some_labels_guides_itself(self, tmp_path, monkeypatch):
         """By what it makes of no labels; without guidance it is evaluated once."""
