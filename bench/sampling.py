@@ -1,6 +1,7 @@
 """Sampling: an evaluation, a guided one, a whole trajectory, and on to pixels."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ import edm2
 from bench.baseline import Baseline
 from bench.case import Candidates, Case, data_size
 from bench.models import compile_name, compiled_baseline, macs, make_inputs, make_network
-from edm2.chunks import InChunks
+from edm2.denoisers import Denoiser, Plain, choose
 from edm2.errors import UserError
 from edm2.latents import LatentEncoder, RGBEncoder
+from edm2.sampler import Heun
 from kernels import batch_invariance
 
 INVARIANT = "edm2 batch-invariant"  # the same bits in any batch, as images are generated
+WITHOUT_GRAPHS = "edm2 without graphs"
+SIGMA = 0.5  # any: what an evaluation takes does not depend on it
 GUIDANCE = 1.4  # published for EDM2-S with EDM2-XS; any but 1 takes the same time
 DECODED_AT_ONCE = 8  # a layer of the decoder takes 134 MB per image
 
@@ -36,28 +40,27 @@ def sample_case(
     against channels-last alone.
     """
 
+    heun = Heun(max(1, steps), guidance=GUIDANCE if guided else 1)
+
     def build(device: torch.device) -> Candidates:
         decode = decoder(preset, device) if decoded else None
-        presets = (preset, guide_of(preset)) if guided else (preset,)
-        nets = [make_network(p, device).eval().requires_grad_(False) for p in presets]
+        nets = [make_network(p, device).eval().requires_grad_(False) for p in ((preset, guide_of(preset)) if guided else (preset,))]
         inputs = make_inputs(preset, batch, device)
 
-        def candidate(wrap: Callable[[edm2.Precond], Callable]) -> Callable[[], Tensor]:
-            models = [wrap(net) for net in nets]
-            return torch.no_grad()(lambda: _sample(models, inputs, steps, decode))
+        def plain(wrap: Callable[[edm2.Precond], Callable]) -> Callable[[], Tensor]:
+            return _runner(Plain(*map(wrap, nets), *[None] * (2 - len(nets))), heun, inputs, steps, decode)
 
-        def invariant(net: edm2.Precond) -> Callable:
-            folded = edm2.fold(net)
-            return batch_invariance()(InChunks(folded) if device.type == "cpu" else folded)
+        def own(fast: bool, **how: bool) -> Callable[[], Tensor]:
+            invariantly = batch_invariance(not fast)
+            return invariantly(_runner(choose(*nets, *[None] * (2 - len(nets)), fast=fast, **how), heun, inputs, steps, decode))
 
-        def compiled(net: edm2.Precond) -> Callable:
-            return _with_tensor_sigma(compiled_baseline(net, mode))
-
-        wraps = {"eager": Baseline, "eager channels-last": lambda net: Baseline(net, fast=True)}
-        wraps |= {compile_name(device, mode): compiled, "edm2": edm2.fold, INVARIANT: invariant}
+        fast_baseline = plain(partial(Baseline, fast=True))
+        compiled = plain(lambda net: _with_tensor_sigma(compiled_baseline(net, mode)))
         if mode is not None:
-            wraps = {name: wraps[name] for name in ("eager channels-last", compile_name(device, mode))}
-        return {name: candidate(wrap) for name, wrap in wraps.items()}
+            return {"eager channels-last": fast_baseline, compile_name(device, mode): compiled}
+        candidates = {"eager": plain(Baseline), "eager channels-last": fast_baseline, compile_name(device): compiled}
+        candidates |= {"edm2": own(fast=True), INVARIANT: own(fast=False)}
+        return candidates | ({WITHOUT_GRAPHS: own(fast=True, graphs=False)} if device.type == "cuda" else {})
 
     evaluations = max(1, 2 * steps - 1)
     flops = 2.0 * batch * evaluations * (macs(preset) + (macs(guide_of(preset)) if guided else 0))
@@ -75,19 +78,26 @@ def guide_of(preset: str) -> str:
     return preset if preset == "digits" else f"{preset.rsplit('-', 1)[0]}-xs"
 
 
-def _sample(models: list[Callable], inputs: dict[str, Tensor], steps: int, decode: Callable | None) -> Tensor:
-    """A denoised image, or the end of a trajectory.
+@torch.no_grad()
+def _runner(denoiser: Denoiser, heun: Heun, inputs: dict[str, Tensor], steps: int, decode: Callable | None) -> Callable[[], Tensor]:
+    """Denoises images at the noise level `SIGMA`, or goes all `steps` of a trajectory.
 
-    Ends are held to the tolerance of a single evaluation: with random weights trajectories do not diverge (EDM2-XXS,
-    8 steps, and the digits, 32 steps: fp16 ends 4e-4 off fp32), and an error of any evaluation shows in them.
+    Ends of trajectories are held to the tolerance of a single evaluation: with random weights trajectories do not diverge
+    (EDM2-XXS, 8 steps, and the digits, 32 steps: fp16 ends 4e-4 off fp32), and an error of any evaluation shows in them.
     """
-    if steps:
-        guidance = GUIDANCE if len(models) > 1 else 1
-        x = edm2.edm_sampler(models[0], 2 * inputs["noise"], inputs["labels"], *models[1:], num_steps=steps, guidance=guidance)
-    else:
-        x, *guide = (model(inputs["images"], inputs["sigma"], inputs["labels"]) for model in models)
-        x = guide[0].lerp(x, GUIDANCE) if guide else x
-    return x if decode is None else decode(x)
+    labels, n = inputs["labels"], len(inputs["images"])
+    guidance = heun.guidance if heun.guidance != 1 else None
+    denoise = denoiser.along([(SIGMA, guidance is not None)], labels, n)
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        if not steps:
+            return denoise(inputs["images"], SIGMA, guidance)
+        along = denoiser.along(heun.evaluations(), labels, n)
+        x = heun.integrate(along, 2 * inputs["noise"], torch.float32, torch.randn_like)
+        return x if decode is None else decode(x)
+
+    return run
 
 
 def _with_tensor_sigma(model: Callable) -> Callable:

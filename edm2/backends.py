@@ -4,6 +4,7 @@ import ctypes
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 
 def full_precision(benchmark: bool = True) -> None:
@@ -27,3 +28,8 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: up to this size from the heap, its maximum
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: shrink the heap only beyond this
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """From the host, which goes on without waiting for a GPU."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

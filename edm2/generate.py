@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from edm2.chunks import InChunks
+from edm2.backends import to_device
+from edm2.denoisers import choose
 from edm2.errors import UserError
-from edm2.folding import fold
-from edm2.guidance import Unlabelled
 from edm2.latents import Encoder, RGBEncoder
 from edm2.network import Precond
-from edm2.sampler import edm_sampler
+from edm2.sampler import Callback, Heun
 
 
 @dataclass
@@ -48,6 +47,76 @@ class SeedGenerators:
         return torch.stack(draws)
 
 
+class ImageGenerator:
+    """Makes images with a network, its guide and an encoder, which turns latents into pixels (default: RGB).
+
+    Keeps between calls what is made once: folded networks, and on a GPU CUDA graphs for each size of a batch. On the
+    network's device; `fast`: see `generate_images`.
+    """
+
+    def __init__(self, net: Precond, gnet: nn.Module | None = None, encoder: Encoder | None = None, fast: bool = False):
+        self.net, self.gnet, self.encoder, self.fast = net, gnet, encoder or RGBEncoder(), fast
+        self.device = net.device
+        self.denoiser = choose(net, gnet, fast)
+
+    def __call__(
+        self,
+        seeds: Sequence[int],
+        class_idx: int | Sequence[int] | None = None,
+        max_batch_size: int = 32,
+        dtype: torch.dtype = torch.float32,
+        callback: Callback | None = None,
+        **heun_kwargs: Any,
+    ) -> Iterator[Batch]:
+        """See `generate_images`."""
+        heun = Heun(**heun_kwargs)
+        heun.check(self.gnet)
+        classes = _check_classes(self.net, class_idx)
+        starts = range(0, len(seeds), max_batch_size)
+        parts = ([int(seed) for seed in seeds[start : start + max_batch_size]] for start in starts)
+        batches = (self._start(part, _cycle(classes, start, len(part)), heun, dtype, callback) for start, part in zip(starts, parts))
+        return (batch.finished() for batch in (_one_ahead(batches) if self.device.type == "cuda" else batches))
+
+    @torch.no_grad()
+    def _start(self, seeds: list[int], classes: list[int] | None, heun: Heun, dtype: torch.dtype, callback: Callback | None) -> "_Started":
+        """Nothing here waits for a GPU."""
+        random = SeedGenerators(seeds, self.device)
+        noise = random.randn(self.net.img_channels, self.net.img_resolution, self.net.img_resolution)
+        labels = _labels(self.net, classes, random)
+        with kernels.batch_invariance(not self.fast):
+            denoise = self.denoiser.along(heun.evaluations(), labels, len(seeds))
+            latents = heun.integrate(denoise, noise, dtype, random.randn_like, callback)
+        pixels = self.encoder.decode(latents).permute(0, 2, 3, 1) if self.encoder.makes_pixels else None
+        return _Started(seeds, labels, latents, pixels)
+
+
+class _Started:
+    """A batch whose pixels are on their way to the host."""
+
+    def __init__(self, seeds: list[int], labels: Tensor | None, latents: Tensor, pixels: Tensor | None):
+        self.batch, self.pixels, self.arrived = Batch(seeds, labels, latents, None), pixels, None
+        if pixels is not None and pixels.is_cuda:
+            self.pixels = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True).copy_(pixels, non_blocking=True)
+            self.arrived = torch.cuda.current_stream(pixels.device).record_event()
+
+    def finished(self) -> Batch:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        if self.pixels is not None:
+            self.batch.images = self.pixels.numpy()
+        return self.batch
+
+
+def _one_ahead(batches: Iterator[_Started]) -> Iterator[_Started]:
+    """Each when the next is started, so that a GPU goes on while the host takes the images."""
+    before = next(batches, None)
+    for batch in batches:
+        yield before
+        before = batch
+    if before is not None:
+        yield before
+
+
 def generate_images(
     net: Precond,
     seeds: Sequence[int],
@@ -62,37 +131,12 @@ def generate_images(
 
     The same seed gives the same bits whatever the batch it is in, on one kind of GPU or on one CPU with a given number of
     threads; `fast` lifts that where it costs time. (On a GPU in fp16 and bf16: in fp32 cuDNN convolves, and bits may differ.)
-    Networks that are not folded yet are, for the length of the call.
+    Networks that are not folded yet are, for the length of the call; an `ImageGenerator` keeps them.
     class_idx: the class of all images, or classes to take in turn; None draws each image's class from its own seed.
-    `encoder` turns latents into pixels (default: RGB); `sampler_kwargs` go to `edm_sampler`. UserError for a class
-    that the network does not know.
+    `encoder` turns latents into pixels (default: RGB); `sampler_kwargs` are those of `edm_sampler`. UserError for a class
+    that the network does not know, ValueError for guidance without a guide.
     """
-    encoder = encoder or RGBEncoder()
-    classes = _check_classes(net, class_idx)
-    net, gnet = _folded(net, gnet)
-    device = net.device
-    chunks = device.type == "cpu" and not fast
-    denoiser, guide = (InChunks(x) if x is not None and chunks else x for x in (net, gnet))
-    for start in range(0, len(seeds), max_batch_size):
-        part = [int(seed) for seed in seeds[start : start + max_batch_size]]
-        random = SeedGenerators(part, device)
-        noise = random.randn(net.img_channels, net.img_resolution, net.img_resolution)
-        labels = _labels(net, classes, range(start, start + len(part)), random)
-        with kernels.batch_invariance(not fast):
-            latents = edm_sampler(denoiser, noise, labels, guide, randn_like=random.randn_like, **sampler_kwargs)
-        images = encoder.decode(latents).permute(0, 2, 3, 1).cpu().numpy() if encoder.makes_pixels else None
-        yield Batch(part, labels, latents, images)
-
-
-def _folded(net: Precond, gnet: nn.Module | None) -> tuple[nn.Module, nn.Module | None]:
-    """Both folded, once where they are one; what is no plain `Precond` stays as it is."""
-    folded = fold(net) if type(net) is Precond and net.folded is None else net
-    inner = gnet.net if isinstance(gnet, Unlabelled) else gnet
-    if inner is net:
-        inner = folded
-    elif type(inner) is Precond and inner.folded is None:
-        inner = fold(inner)
-    return folded, Unlabelled(inner) if isinstance(gnet, Unlabelled) else inner
+    return ImageGenerator(net, gnet, encoder, fast)(seeds, class_idx, max_batch_size, **sampler_kwargs)
 
 
 def _check_classes(net: Precond, class_idx: int | Sequence[int] | None) -> list[int] | None:
@@ -107,11 +151,13 @@ def _check_classes(net: Precond, class_idx: int | Sequence[int] | None) -> list[
     return classes
 
 
-def _labels(net: Precond, classes: list[int] | None, numbers: range, random: SeedGenerators) -> Tensor | None:
+def _cycle(classes: list[int] | None, start: int, n: int) -> list[int] | None:
+    """Of classes taken in turn, those of n images from number `start` on."""
+    return classes and [classes[i % len(classes)] for i in range(start, start + n)]
+
+
+def _labels(net: Precond, classes: list[int] | None, random: SeedGenerators) -> Tensor | None:
     if not net.label_dim:
         return None
-    if classes is None:
-        indices = random.randint(net.label_dim)
-    else:
-        indices = torch.tensor([classes[i % len(classes)] for i in numbers], device=random.device)
+    indices = random.randint(net.label_dim) if classes is None else to_device(torch.tensor(classes), random.device)
     return torch.nn.functional.one_hot(indices, net.label_dim).float()

@@ -248,12 +248,12 @@ class UNet(nn.Module):
         self.out_conv = MPConv(current, img_channels, (3, 3))
         self.prepared_modulation = None  # all blocks' emb_linear as one weight, like `MPConv.prepared`
 
-    def forward(self, x: Tensor, c_noise: Tensor, labels: Tensor | None = None) -> Tensor:
-        """x and c_noise as `precondition_input` makes them, labels `[N, label_dim]` or None → `[N, H, W, C]`.
+    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
+        """x as `precondition_input` makes it, `modulation` of its noise levels and labels → `[N, H, W, C]`.
 
         With a weight prepared for the step, zeros follow after the C channels.
         """
-        modulations = iter(self.modulations(self.embed(c_noise, labels), x.dtype))
+        modulations = iter(modulation.split([len(block.emb_linear.weight) for block in self.blocks()], dim=1))
         x, activated, skips = self._encode(x, modulations)
         x = self._decode(x, activated, skips, modulations)
         return self.out_conv(x, gain=self.out_gain)
@@ -290,12 +290,12 @@ class UNet(nn.Module):
         """In the order of `forward`."""
         return [module for module in (*self.enc.values(), *self.dec.values()) if isinstance(module, Block)]
 
-    def modulations(self, emb: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
-        """`Block.modulation` of every block, in `dtype`, as one matrix product."""
-        blocks, w = self.blocks(), self.prepared_modulation
+    def modulation(self, c_noise: Tensor, labels: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`Block.modulation` of one block after the other, `[N, ΣCout]` in `dtype`, as one matrix product."""
+        emb, w = self.embed(c_noise, labels), self.prepared_modulation
         if w is None:
-            w = torch.cat([block.emb_linear.prepare(emb.dtype, block.emb_gain) for block in blocks], dim=1)
-        return ops.linear(emb, w, shift=1.0, dtype=dtype).split([len(block.emb_linear.weight) for block in blocks], dim=1)
+            w = torch.cat([block.emb_linear.prepare(emb.dtype, block.emb_gain) for block in self.blocks()], dim=1)
+        return ops.linear(emb, w, shift=1.0, dtype=dtype)
 
     def embed(self, c_noise: Tensor, labels: Tensor | None) -> Tensor:
         """The fp32 embedding `[N, Cemb]` of the noise level and the class."""
@@ -361,14 +361,25 @@ class Precond(nn.Module):
         self._check_shape(x)
         x = x.float().contiguous()
         sigma = self._sigma(sigma, x)
-        labels = self._labels(class_labels, x)
-        dtype = torch.float32 if force_fp32 else self.compute_dtype(x.device)
-        if self.folded not in (None, dtype):
-            raise ValueError(f"the network is folded for {self.folded}: it cannot compute in {dtype}; fold it on its device, for its type")
+        labels = self._labels(class_labels, len(x), x.device)
+        dtype = self._dtype(x.device, force_fp32)
         x_in, c_noise = ops.precondition_input(x, sigma, self.sigma_data, dtype)
-        F_x = self.unet(x_in, c_noise, labels)
+        F_x = self.unet(x_in, self.unet.modulation(c_noise, labels, dtype))
         D_x = ops.precondition_output(F_x, x, sigma, self.sigma_data)
         return (D_x, self.logvar(c_noise)) if return_logvar else D_x
+
+    def modulation(self, sigma: Tensor, class_labels: Tensor | None = None) -> Tensor:
+        """What `forward` makes of noise levels fp32 `[N]` and labels alone, for `denoise`: `[N, ΣCout]` in the compute type."""
+        labels = self._labels(class_labels, len(sigma), sigma.device)
+        return self.unet.modulation(sigma.log() / 4, labels, self._dtype(sigma.device))
+
+    def denoise(self, x: Tensor, sigma: Tensor, modulation: Tensor) -> Tensor:
+        """`forward`, with the modulation of the noise levels sigma (`[N]` or `[1]`) and the labels of x given."""
+        self._check_shape(x)
+        x = x.float().contiguous()
+        sigma = self._sigma(sigma, x)
+        x_in, _ = ops.precondition_input(x, sigma, self.sigma_data, self._dtype(x.device))
+        return ops.precondition_output(self.unet(x_in, modulation), x, sigma, self.sigma_data)
 
     def logvar(self, c_noise: Tensor) -> Tensor:
         """The learned log-variance u of the loss at c_noise = ln(σ)/4: `[N]` → `[N, 1, 1, 1]`."""
@@ -379,6 +390,12 @@ class Precond(nn.Module):
         if self.dtype is not None:
             return self.dtype
         return torch.float16 if self.use_fp16 and device.type != "cpu" else torch.float32
+
+    def _dtype(self, device: torch.device, force_fp32: bool = False) -> torch.dtype:
+        dtype = torch.float32 if force_fp32 else self.compute_dtype(device)
+        if self.folded not in (None, dtype):
+            raise ValueError(f"the network is folded for {self.folded}: it cannot compute in {dtype}; fold it on its device, for its type")
+        return dtype
 
     def _check_shape(self, x: Tensor) -> None:
         step = self.unet.granularity
@@ -393,14 +410,14 @@ class Precond(nn.Module):
             raise ValueError(f"sigma: expected a scalar or {x.shape[0]} values, got {sigma.shape[0]}")
         return sigma.expand(x.shape[0])
 
-    def _labels(self, labels: Tensor | None, x: Tensor) -> Tensor | None:
+    def _labels(self, labels: Tensor | None, n: int, device: torch.device) -> Tensor | None:
         """Class labels as fp32 `[N, label_dim]`, or None for an unconditional network."""
         if self.label_dim == 0:
             return None
         if labels is None:
-            return x.new_zeros(x.shape[0], self.label_dim)
+            return torch.zeros(n, self.label_dim, device=device)
         if labels.ndim == 1 and not labels.is_floating_point():
             labels = F.one_hot(labels.long(), self.label_dim)
-        if labels.ndim != 2 or labels.shape[1] != self.label_dim or labels.shape[0] not in (1, x.shape[0]):
-            raise ValueError(f"class_labels: expected [{x.shape[0]}, {self.label_dim}], got {list(labels.shape)}")
-        return labels.to(device=x.device, dtype=torch.float32)
+        if labels.ndim != 2 or labels.shape[1] != self.label_dim or labels.shape[0] not in (1, n):
+            raise ValueError(f"class_labels: expected [{n}, {self.label_dim}], got {list(labels.shape)}")
+        return labels.to(device=device, dtype=torch.float32)

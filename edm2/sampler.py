@@ -2,11 +2,16 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from edm2.denoisers import Denoise, Plain
+
 SNAP = 0.015  # published guidance intervals are noise levels of the schedule rounded to within this
+Callback = Callable[[int, float, Tensor], None]
 
 
 def noise_levels(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80, rho: float = 7) -> Tensor:
@@ -33,6 +38,70 @@ def _snap(bound: float, sigmas: list[float]) -> float:
     return nearest if abs(nearest - bound) <= SNAP * nearest else bound
 
 
+class Step(NamedTuple):
+    """From noise level `sigma`, raised to `churned` first, to `to`."""
+
+    sigma: float
+    churned: float
+    to: float
+    guidance: float | None  # strength; None where the guide is not evaluated
+
+
+@dataclass(frozen=True)
+class Heun:
+    """The steps of a trajectory: all that is known before the first image. The arguments are those of `edm_sampler`."""
+
+    num_steps: int = 32
+    sigma_min: float = 0.002
+    sigma_max: float = 80
+    rho: float = 7
+    guidance: float = 1
+    guidance_interval: tuple[float, float] = (0, math.inf)
+    S_churn: float = 0
+    S_min: float = 0
+    S_max: float = math.inf
+    S_noise: float = 1
+
+    def check(self, gnet: nn.Module | None) -> None:
+        """ValueError if there is guidance, but no guide."""
+        if self.guidance != 1 and gnet is None:
+            raise ValueError(f"guidance {self.guidance} needs a guide network: pass gnet")
+
+    def steps(self) -> list[Step]:
+        sigmas = noise_levels(self.num_steps, self.sigma_min, self.sigma_max, self.rho).tolist()
+        guided = guided_steps(sigmas[:-1], self.guidance_interval)
+        strengths = [self.guidance if self.guidance != 1 and g else None for g in guided]
+        return [Step(sigma, self._churn(sigma), to, w) for sigma, to, w in zip(sigmas, sigmas[1:], strengths)]
+
+    def evaluations(self) -> list[tuple[float, bool]]:
+        """Noise level and whether the guide counts, of each evaluation."""
+        return [(sigma, s.guidance is not None) for s in self.steps() for sigma in (s.churned, s.to) if sigma > 0]
+
+    def _churn(self, sigma: float) -> float:
+        if not (self.S_churn > 0 and self.S_min <= sigma <= self.S_max):
+            return sigma
+        return sigma * (1 + min(self.S_churn / self.num_steps, math.sqrt(2) - 1))
+
+    def integrate(
+        self, denoise: Denoise, noise: Tensor, dtype: torch.dtype, randn_like: Callable[[Tensor], Tensor], callback: Callback | None = None
+    ) -> Tensor:
+        """From standard normal noise to samples."""
+        steps = self.steps()
+        x = noise.to(dtype) * steps[0].sigma
+        for i, step in enumerate(steps):
+            if step.churned > step.sigma:
+                x = x + math.sqrt(step.churned**2 - step.sigma**2) * self.S_noise * randn_like(x)
+            slope = (x - denoise(x, step.churned, step.guidance)) / step.churned
+            x_euler = x + (step.to - step.churned) * slope
+            if step.to > 0:
+                slope_next = (x_euler - denoise(x_euler, step.to, step.guidance)) / step.to
+                x_euler = x + (step.to - step.churned) * (slope + slope_next) / 2
+            x = x_euler
+            if callback is not None:
+                callback(i, step.to, x)
+        return x
+
+
 @torch.no_grad()
 def edm_sampler(
     net: nn.Module,
@@ -51,7 +120,7 @@ def edm_sampler(
     S_noise: float = 1,
     dtype: torch.dtype = torch.float32,
     randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
-    callback: Callable[[int, float, Tensor], None] | None = None,
+    callback: Callback | None = None,
 ) -> Tensor:
     """From standard normal `noise` `[N, C, H, W]` to samples of the same shape, in `dtype`.
 
@@ -60,28 +129,7 @@ def edm_sampler(
     image may depend on its batch; `generate_images` sees to it that they do not.
     `callback(i, sigma, x)` sees the state after step i.
     """
-    if guidance != 1 and gnet is None:
-        raise ValueError(f"guidance {guidance} needs a guide network: pass gnet")
-    sigmas = noise_levels(num_steps, sigma_min, sigma_max, rho).tolist()
-    guided = guided_steps(sigmas[:-1], guidance_interval)
-
-    def denoise(x: Tensor, sigma: float, guide: bool) -> Tensor:
-        D = net(x, sigma, labels).to(dtype)
-        return D if not guide else gnet(x, sigma, labels).to(dtype).lerp(D, guidance)
-
-    x = noise.to(dtype) * sigmas[0]
-    for i, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:])):
-        guide = guidance != 1 and guided[i]
-        if S_churn > 0 and S_min <= sigma <= S_max:
-            gamma = min(S_churn / num_steps, math.sqrt(2) - 1)
-            sigma, sigma_before = sigma * (1 + gamma), sigma
-            x = x + math.sqrt(sigma**2 - sigma_before**2) * S_noise * randn_like(x)
-        slope = (x - denoise(x, sigma, guide)) / sigma
-        x_euler = x + (sigma_next - sigma) * slope
-        if sigma_next > 0:
-            slope_next = (x_euler - denoise(x_euler, sigma_next, guide)) / sigma_next
-            x_euler = x + (sigma_next - sigma) * (slope + slope_next) / 2
-        x = x_euler
-        if callback is not None:
-            callback(i, sigma_next, x)
-    return x
+    heun = Heun(num_steps, sigma_min, sigma_max, rho, guidance, guidance_interval, S_churn, S_min, S_max, S_noise)
+    heun.check(gnet)
+    denoise = Plain(net, gnet).along(heun.evaluations(), labels, len(noise))
+    return heun.integrate(denoise, noise, dtype, randn_like, callback)

@@ -199,9 +199,9 @@ class TestRunner:
 class TestSampling:
     @pytest.mark.parametrize(("guided", "steps", "calls"), [(False, 0, 1), (True, 0, 2), (False, 3, 5), (True, 3, 10)])
     def test_evaluations_are_counted(self, guided, steps, calls, monkeypatch):
-        forward, made = edm2.Precond.forward, []
+        denoise, made = edm2.Precond.denoise, []
         case = sample_case("digits", 2, guided=guided, steps=steps, needs_gpu=False)
-        monkeypatch.setattr(edm2.Precond, "forward", lambda *args: made.append(0) or forward(*args))
+        monkeypatch.setattr(edm2.Precond, "denoise", lambda *args: made.append(0) or denoise(*args))
         assert case.build(torch.device("cpu"))["edm2"]().shape == (2, 1, 8, 8)
         assert len(made) == calls == case.facts["evaluations"] * (2 if guided else 1)
         monkeypatch.undo()

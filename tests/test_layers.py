@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # From the ground up: a module may import those before it.
-EDM2 = """version errors files pictures backends image_files data latents layers network weights chunks folding guidance loss
+EDM2 = """version errors files pictures backends image_files data latents layers network weights folding guidance graphs denoisers loss
 presets phema optimizer sampler summary config distributed stats snapshot checkpoint training generate""".split()
 
 

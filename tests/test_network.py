@@ -205,8 +205,11 @@ def test_preconditioning_constants():
     class Raw(torch.nn.Module):
         granularity = 2
 
-        def forward(self, x, c_noise, labels):
-            seen.update(x=x, c_noise=c_noise)
+        def modulation(self, c_noise, labels, dtype):
+            seen.update(c_noise=c_noise)
+
+        def forward(self, x, modulation):
+            seen.update(x=x)
             return torch.ones_like(x)
 
     net.unet = Raw()
