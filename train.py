@@ -23,6 +23,9 @@ from edm2.training import open_dataset, train
 @click.option("--dropout", type=Float(0, max=1, max_open=True), help="Dropout probability.")
 @click.option("--label-dropout", type=Float(0, max=1, max_open=True), default=0, show_default=True,
               help="Probability of an image to go without its label; makes a network that can guide itself.")  # fmt: skip
+@click.option("--pixel-range", type=click.Choice(["0,1", "-1,1"]), default="0,1", show_default=True,
+              callback=lambda _, __, text: tuple(map(int, text.split(","))),
+              help="Of the pixels that the VAE's latents were encoded from.")  # fmt: skip
 @click.option("--P_mean", "P_mean", type=Float(), help="Noise level mean, of ln(sigma).")
 @click.option("--P_std", "P_std", type=Float(above=0), help="Its spread.")
 @click.option("--lr", type=Float(above=0), help="Reference learning rate.")

@@ -12,16 +12,15 @@ from bench.baseline import Baseline
 from bench.case import Candidates, Case, data_size
 from bench.models import compile_name, compiled_baseline, macs, make_inputs, make_network
 from edm2.denoisers import Denoiser, Plain, choose
-from edm2.errors import UserError
 from edm2.latents import LatentEncoder, RGBEncoder
 from edm2.sampler import Heun
+from edm2.vae import VAEEncoder, autoencoder_kl
 from kernels import batch_invariance
 
 INVARIANT = "edm2 batch-invariant"  # the same bits in any batch, as images are generated
 WITHOUT_GRAPHS = "edm2 without graphs"
 SIGMA = 0.5  # any: what an evaluation takes does not depend on it
 GUIDANCE = 1.4  # published for EDM2-S with EDM2-XS; any but 1 takes the same time
-DECODED_AT_ONCE = 8  # a layer of the decoder takes 134 MB per image
 
 
 def sample_case(
@@ -48,11 +47,11 @@ def sample_case(
         inputs = make_inputs(preset, batch, device)
 
         def plain(wrap: Callable[[edm2.Precond], Callable]) -> Callable[[], Tensor]:
-            return _runner(Plain(*map(wrap, nets), *[None] * (2 - len(nets))), heun, inputs, steps, decode)
+            return _runner(Plain(*map(wrap, nets)), heun, inputs, steps, decode)
 
         def own(fast: bool, **how: bool) -> Callable[[], Tensor]:
             invariantly = batch_invariance(not fast)
-            return invariantly(_runner(choose(*nets, *[None] * (2 - len(nets)), fast=fast, **how), heun, inputs, steps, decode))
+            return invariantly(_runner(choose(*nets, fast=fast, **how), heun, inputs, steps, decode))
 
         fast_baseline = plain(partial(Baseline, fast=True))
         compiled = plain(lambda net: _with_tensor_sigma(compiled_baseline(net, mode)))
@@ -113,30 +112,19 @@ def _with_tensor_sigma(model: Callable) -> Callable:
 def decoder(preset: str, device: torch.device) -> Callable[[Tensor], Tensor]:
     """From samples to uint8 `[N, H, W, C]` on the host; UserError where latents need diffusers, which is not there.
 
-    The VAE has the architecture of `sd-vae-ft-mse` and random weights: they are enough for a speed.
+    The VAE has the architecture of `sd-vae-ft-mse` and random weights: they are enough for a speed. All candidates decode
+    as images are generated, with the same bits in any batch.
     """
-    if data_size(preset)[1] != 4:
-        return lambda x: RGBEncoder().decode(x).permute(0, 2, 3, 1).cpu()
-    vae, encoder = _vae(device), LatentEncoder()
-
-    def decode(x: Tensor) -> Tensor:
-        parts = encoder.decode(x).to(vae.dtype).split(DECODED_AT_ONCE)
-        pixels = [(vae.decode(part).sample.clamp(0, 1) * 255).to(torch.uint8) for part in parts]
-        return torch.cat(pixels).permute(0, 2, 3, 1).cpu()
-
-    return decode
+    encoder = RGBEncoder() if data_size(preset)[1] != 4 else _random_vae(device)
+    return lambda x: encoder.decode(x).permute(0, 2, 3, 1).cpu()
 
 
-def _vae(device: torch.device):
-    try:
-        from diffusers import AutoencoderKL
-    except ImportError as e:
-        raise UserError(f"decoding latents needs diffusers: {e}") from e
+def _random_vae(device: torch.device) -> VAEEncoder:
+    kind = autoencoder_kl()
     torch.manual_seed(0)
     with device:
-        vae = AutoencoderKL(
+        vae = kind(
             down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
             block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=4, sample_size=256,
         )  # fmt: skip
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    return vae.to(dtype=dtype, memory_format=torch.channels_last).eval().requires_grad_(False)
+    return VAEEncoder(LatentEncoder(), vae)

@@ -13,7 +13,7 @@ from edm2.errors import UserError
 from edm2.files import make_folder, replacing
 
 OPTIONS = "training_options.json"
-ADDED = {"label_dropout": 0.0}  # options that older runs do not record, and what they ran with
+ADDED = {"label_dropout": 0.0, "pixel_range": [0, 1]}  # options that older runs do not record, and what they ran with
 RUN_FILES = "training-state-*.pt", "network-snapshot-*.safetensors", "stats.jsonl"
 
 

@@ -19,6 +19,7 @@ class TrainingConfig:
     Counts (duration, batch, status, snapshot, checkpoint) are in images, `decay` in batches; an interval of 0 means
     never. `init` is a snapshot to start from; `snapshot_dtype` is "fp16" or "fp32"; after `max_nonfinite` steps in a
     row with non-finite gradients (0: never) the run stops. `label_dropout` is the share of images that go without their label.
+    `pixel_range`, (0, 1) or (-1, 1), is that of the pixels that a dataset of VAE latents was encoded from.
     """
 
     outdir: str
@@ -30,6 +31,7 @@ class TrainingConfig:
     channels: int | None = None
     dropout: float | None = None
     label_dropout: float = 0.0
+    pixel_range: tuple[int, int] = (0, 1)
     P_mean: float | None = None
     P_std: float | None = None
     lr: float | None = None

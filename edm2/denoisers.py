@@ -33,7 +33,7 @@ class Denoiser(Protocol):
 class Plain:
     """Calls the networks as they are, like an `edm2.Precond`."""
 
-    def __init__(self, net: nn.Module, guide: nn.Module | None):
+    def __init__(self, net: nn.Module, guide: nn.Module | None = None):
         self.net, self.guide = net, guide
 
     def along(self, evaluations: Evaluations, labels: Tensor | None, n: int) -> Denoise:
@@ -121,7 +121,7 @@ class Chunked:
         return F.pad(x, (0, 0) * (x.ndim - 1) + (0, -len(x) % self.size), value=1).split(self.size)
 
 
-def choose(net: nn.Module, guide: nn.Module | None, fast: bool, graphs: bool = True) -> Denoiser:
+def choose(net: nn.Module, guide: nn.Module | None = None, fast: bool = False, graphs: bool = True) -> Denoiser:
     """The best for these networks and the device that they are on. Those of this project are folded, if they are not yet.
 
     Without `fast` one that gives an image the same bits whatever the batch it is in, within `kernels.batch_invariance()`.

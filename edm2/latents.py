@@ -3,6 +3,7 @@
 An encoder is saved with every snapshot (`config()`), so that a sample can be turned back into what it stands for.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,6 +11,12 @@ import torch
 from torch import Tensor
 
 from edm2.errors import UserError
+
+# Pixel range that the Stability VAE `sd-vae-ft-mse` is fed with → means and standard deviations of ImageNet-512's latents.
+RAW_STATISTICS = {
+    (0, 1): ((5.81, 3.25, 0.12, -2.15), (4.17, 4.62, 3.71, 3.28)),  # official
+    (-1, 1): ((1.56, -0.695, 0.483, 0.729), (5.27, 5.91, 4.21, 4.31)),  # what it was trained with: arXiv 2410.11081, G.1
+}
 
 
 class RGBEncoder:
@@ -35,8 +42,9 @@ class RGBEncoder:
 class LatentEncoder:
     """Stored latent Gaussians of a VAE ↔ latents of mean 0 and standard deviation 0.5 (the affine part).
 
-    `raw_mean` and `raw_std` are the channel statistics of the latents; the defaults are those published for
-    ImageNet-512 under the Stability VAE `sd-vae-ft-mse` fed with pixels in [0, 1].
+    `vae` names the VAE, and `pixel_range`, (0, 1) or (-1, 1), is what it is fed with: recorded here, used by `edm2.vae`.
+    `raw_mean` and `raw_std` are the channel statistics of the latents, by default `RAW_STATISTICS` of that range.
+    UserError for another range.
     """
 
     kind: ClassVar[str] = "vae-latents"
@@ -45,18 +53,24 @@ class LatentEncoder:
 
     def __init__(
         self,
-        raw_mean: tuple[float, ...] = (5.81, 3.25, 0.12, -2.15),
-        raw_std: tuple[float, ...] = (4.17, 4.62, 3.71, 3.28),
+        raw_mean: Sequence[float] | None = None,
+        raw_std: Sequence[float] | None = None,
         final_std: float = 0.5,
+        vae: str = "stabilityai/sd-vae-ft-mse",
+        pixel_range: Sequence[int] = (0, 1),
     ):
-        self.raw_mean, self.raw_std, self.final_std = tuple(raw_mean), tuple(raw_std), final_std
-        scale = final_std / np.array(raw_std, np.float64)
+        self.vae, self.pixel_range, self.final_std = vae, _known_range(pixel_range), final_std
+        mean, std = RAW_STATISTICS[self.pixel_range]
+        self.raw_mean = tuple(mean if raw_mean is None else raw_mean)
+        self.raw_std = tuple(std if raw_std is None else raw_std)
+        scale = final_std / np.array(self.raw_std, np.float64)
         self.scale = torch.tensor(scale, dtype=torch.float32).reshape(-1, 1, 1)
-        self.bias = torch.tensor(-np.array(raw_mean) * scale, dtype=torch.float32).reshape(-1, 1, 1)
+        self.bias = torch.tensor(-np.array(self.raw_mean) * scale, dtype=torch.float32).reshape(-1, 1, 1)
 
     def config(self) -> dict[str, Any]:
         """JSON form, understood by `encoder_from_config`."""
-        return {"type": self.kind, "raw_mean": self.raw_mean, "raw_std": self.raw_std, "final_std": self.final_std}
+        facts = {name: getattr(self, name) for name in ("raw_mean", "raw_std", "final_std", "vae", "pixel_range")}
+        return {"type": self.kind, **facts}
 
     def encode(self, x: Tensor, normal: Tensor) -> Tensor:
         """Means ⊕ standard deviations `[N, 2C, H, W]` and normal draws `[N, C, H, W]` → standardised latents."""
@@ -75,6 +89,13 @@ class LatentEncoder:
             self.scale, self.bias = self.scale.to(device), self.bias.to(device)
 
 
+def _known_range(pixel_range: Sequence[int]) -> tuple[int, int]:
+    for known in RAW_STATISTICS:
+        if pixel_range in (known, list(known)):
+            return known
+    raise UserError(f"the pixel range {pixel_range!r} is neither (0, 1) nor (-1, 1)")
+
+
 Encoder = RGBEncoder | LatentEncoder
 
 
@@ -88,10 +109,15 @@ def encoder_from_config(config: dict[str, Any]) -> Encoder:
     raise ValueError(f"unknown encoder {kind!r}")
 
 
-def encoder_for(channels: int, dtype: np.dtype) -> tuple[Encoder, int]:
-    """The encoder for a dataset of such arrays `[channels, H, W]`, and the number of channels that the network sees."""
+def encoder_for(channels: int, dtype: np.dtype, pixel_range: Sequence[int] = (0, 1)) -> tuple[Encoder, int]:
+    """The encoder for a dataset of such arrays `[channels, H, W]`, and the number of channels that the network sees.
+
+    `pixel_range` is that of latents; UserError if another than the default is given for pixels.
+    """
     if dtype == np.uint8:
+        if _known_range(pixel_range) != (0, 1):
+            raise UserError("--pixel-range is for datasets of VAE latents; this one holds pixels")
         return RGBEncoder(), channels
     if channels == 8:
-        return LatentEncoder(), 4
+        return LatentEncoder(pixel_range=pixel_range), 4
     raise UserError(f"float32 arrays must be latents of 8 channels (4 means and 4 standard deviations), got {channels}")

@@ -168,7 +168,7 @@ def open_dataset(config: TrainingConfig) -> tuple[ImageDataset, Encoder, tuple[i
     channels, height, width = dataset.image_shape
     if height != width:
         raise UserError(f"{config.data} holds images of {width}x{height}; training needs square ones")
-    encoder, net_channels = encoder_for(channels, dataset.dtype)
+    encoder, net_channels = encoder_for(channels, dataset.dtype, config.pixel_range)
     return dataset, encoder, (net_channels, height, width)
 
 

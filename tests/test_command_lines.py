@@ -81,6 +81,8 @@ class TestTrain:
             (["--batch=8Gb"], "no count of images"),
             (["--label-dropout=1"], "--label-dropout"),
             (["--label-dropout=0.1", "--cond=False"], "--label-dropout needs labels"),
+            (["--pixel-range=-1,1"], "--pixel-range is for datasets of VAE latents; this one holds pixels"),
+            (["--pixel-range=0,255"], "--pixel-range"),
             (["--lr=-1"], "--lr"),
             (["--lr=nan"], "nan is no finite number"),
             (["--ls=inf"], "inf is no finite number"),
@@ -92,6 +94,14 @@ class TestTrain:
     def test_bad_options(self, digits, tmp_path, args, words):
         assert words in refused(train.main, *digits, *args)
         assert not (tmp_path / "run").exists()
+
+    def test_pixel_range_of_latents(self, digits, tmp_path):
+        (tmp_path / "latents").mkdir()
+        np.save(tmp_path / "latents" / "0.npy", np.ones((8, 8, 8), np.float32))
+        latents = [*digits, f"--data={tmp_path}/latents", "--cond=False", "-n"]
+        for args, expected in ([], "(0, 1)"), (["--pixel-range", "-1,1"], "(-1, 1)"):
+            result = call(train.main, *latents, *args)
+            assert result.exit_code == 0 and f"pixel_range      {expected}\n" in result.output, result.output
 
     def test_another_runs_folder(self, digits, tmp_path):
         call(train.main, *digits)

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # From the ground up: a module may import those before it.
-EDM2 = """version errors files pictures backends image_files data latents layers network weights folding guidance graphs denoisers loss
-presets phema optimizer sampler summary config distributed stats snapshot checkpoint training generate""".split()
+EDM2 = """version errors files pictures backends image_files data latents vae layers network weights folding guidance graphs denoisers
+loss presets phema optimizer sampler summary config distributed stats snapshot checkpoint training generate""".split()
 
 
 def imports(path: Path) -> set[str]:
@@ -67,7 +67,7 @@ def without(*names: str) -> str:
 
 
 def test_everything_imports_without_triton_and_the_extras():
-    python(without("triton", "sklearn", "matplotlib") + "import edm2, kernels, train, sample, edm2.cli.main\n")
+    python(without("triton", "sklearn", "matplotlib", "diffusers") + "import edm2, edm2.vae, kernels, train, sample, edm2.cli.main\n")
 
 
 STEP = """

@@ -16,6 +16,7 @@ from edm2.checkpoint import kimg_name, load_newest_checkpoint
 from edm2.config import TrainingConfig
 from edm2.distributed import Processes
 from edm2.image_files import write_zip
+from edm2.latents import RAW_STATISTICS
 from edm2.stats import NonfiniteGuard, read_stats
 from edm2.training import Draws, Trainer
 from tests.conftest import relative_error
@@ -291,6 +292,27 @@ class TestLatents:
         whole = Draws.of_step(Trainer(latents, Processes(0, 1, CPU)), 8).normal
         parts = [Draws.of_step(Trainer(latents, Processes(rank, 2, CPU)), 4).normal for rank in (0, 1)]
         torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=0)
+
+    def test_their_pixel_range_is_recorded(self, latents):
+        """In the options, which keep another out, and in the encoder of every snapshot."""
+        corrected = replace(latents, pixel_range=(-1, 1))
+        trainer = edm2.train(corrected)
+        assert trainer.encoder.raw_std == RAW_STATISTICS[-1, 1][1]
+        snapshots = list(Path(latents.outdir).glob("network-snapshot-*"))
+        assert snapshots and all(edm2.load_snapshot(path).encoder.config() == trainer.encoder.config() for path in snapshots)
+        edm2.train(replace(corrected, duration=24))
+        with pytest.raises(edm2.UserError, match=r"pixel_range: \[-1, 1\] there, \[0, 1\] here"):
+            edm2.train(latents)
+
+    def test_runs_that_do_not_record_it_had_the_official_one(self, latents):
+        edm2.train(latents)
+        path = Path(latents.outdir) / "training_options.json"
+        options = json.loads(path.read_text())
+        assert options.pop("pixel_range") == [0, 1]
+        path.write_text(json.dumps(options))
+        with pytest.raises(edm2.UserError, match=r"pixel_range: \[0, 1\] there, \[-1, 1\] here"):
+            edm2.train(replace(latents, pixel_range=(-1, 1)))
+        assert edm2.train(options | {"duration": 24}).nimg == 24
 
     def test_damaged_latents_stop_the_run(self, latents):
         np.save(Path(latents.data) / "2.npy", np.full((8, 8, 8), np.nan, np.float32))
