@@ -1,5 +1,15 @@
 """The one exception for mistakes that the user can mend."""
 
+import difflib
+from collections.abc import Collection
+
 
 class UserError(ValueError):
     """Bad input, told in one line: what is wrong and what to do. Command lines print it without a traceback."""
+
+
+def check_name(what: str, name: str, known: Collection[str]) -> None:
+    """UserError with the nearest names if `name` is not among the known."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        raise UserError(f"unknown {what} '{name}'; {'did you mean' if near else 'choose from'} {', '.join(near or known)}?")

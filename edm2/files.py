@@ -1,5 +1,6 @@
 """Files that appear only when they are complete."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,6 +41,15 @@ def make_folder(path: str | Path) -> Path:
     except OSError as e:
         raise UserError(f"cannot create the folder {path}: {e.strerror or e}") from e
     return path
+
+
+def sha256(path: str | Path) -> str:
+    """Of a file's bytes, hexadecimal; UserError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror or e}") from e
 
 
 def _remove(path: Path) -> None:

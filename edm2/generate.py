@@ -71,11 +71,23 @@ class ImageGenerator:
         """See `generate_images`."""
         heun = Heun(**heun_kwargs)
         heun.check(self.gnet)
-        classes = _check_classes(self.net, class_idx)
+        classes = self.check_classes(class_idx)
         starts = range(0, len(seeds), max_batch_size)
         parts = ([int(seed) for seed in seeds[start : start + max_batch_size]] for start in starts)
         batches = (self._start(part, _cycle(classes, start, len(part)), heun, dtype, callback) for start, part in zip(starts, parts))
         return (batch.finished() for batch in (_one_ahead(batches) if self.device.type == "cuda" else batches))
+
+    def check_classes(self, class_idx: int | Sequence[int] | None) -> list[int] | None:
+        """As a list; UserError for a class that the network does not know."""
+        if class_idx is None:
+            return None
+        classes = np.ravel(class_idx).astype(int).tolist()
+        if not self.net.label_dim:
+            raise UserError("the network is unconditional: it takes no class")
+        unknown = [c for c in classes if not 0 <= c < self.net.label_dim]
+        if unknown:
+            raise UserError(f"class {unknown[0]} is out of range: the network knows 0 to {self.net.label_dim - 1}")
+        return classes
 
     @torch.no_grad()
     def _start(self, seeds: list[int], classes: list[int] | None, heun: Heun, dtype: torch.dtype, callback: Callback | None) -> "_Started":
@@ -137,18 +149,6 @@ def generate_images(
     that the network does not know, ValueError for guidance without a guide.
     """
     return ImageGenerator(net, gnet, encoder, fast)(seeds, class_idx, max_batch_size, **sampler_kwargs)
-
-
-def _check_classes(net: Precond, class_idx: int | Sequence[int] | None) -> list[int] | None:
-    if class_idx is None:
-        return None
-    classes = np.ravel(class_idx).astype(int).tolist()
-    if not net.label_dim:
-        raise UserError("the network is unconditional: it takes no class")
-    unknown = [c for c in classes if not 0 <= c < net.label_dim]
-    if unknown:
-        raise UserError(f"class {unknown[0]} is out of range: the network knows 0 to {net.label_dim - 1}")
-    return classes
 
 
 def _cycle(classes: list[int] | None, start: int, n: int) -> list[int] | None:

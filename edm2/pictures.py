@@ -1,5 +1,6 @@
 """Images on disk: PNG files, grids of them, and threads that write while the next images are made."""
 
+import json
 import math
 from collections import deque
 from collections.abc import Callable
@@ -8,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
 
 from edm2.files import make_folder, replacing
 
+FACTS = "edm2"  # the keyword of the text chunk
 GAP = 4  # pixels between the images of a grid
 THREADS, WAITING = 4, 256  # that write, and files that may wait for them
 
@@ -39,11 +42,23 @@ class Writers:
                 future.result()
 
 
-def write_png(path: Path, image: np.ndarray) -> None:
-    """uint8 `[H, W, C]`, grey for one channel."""
+def write_png(path: Path, image: np.ndarray, facts: dict[str, Any] | None = None) -> None:
+    """uint8 `[H, W, C]`, grey for one channel; with `facts` as a text chunk in JSON."""
     make_folder(path.parent)
+    info = PngInfo()
+    if facts is not None:
+        info.add_text(FACTS, json.dumps(facts))
     with replacing(path) as temporary:
-        Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(temporary, format="png")
+        Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(temporary, format="png", pnginfo=info)
+
+
+def read_facts(path: Path) -> dict[str, Any] | None:
+    """Those that `write_png` was given; None where there is no such file."""
+    try:
+        with Image.open(path) as image:
+            return json.loads(image.text[FACTS])
+    except (OSError, UnidentifiedImageError, AttributeError, KeyError, ValueError):
+        return None
 
 
 def write_array(path: Path, array: np.ndarray) -> None:

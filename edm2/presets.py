@@ -1,10 +1,9 @@
 """One row per published training configuration (Karras et al. 2024, Table 6), plus `digits`."""
 
-import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-from edm2.errors import UserError
+from edm2.errors import check_name
 from edm2.network import Precond
 
 Ki, Mi = 2**10, 2**20
@@ -60,9 +59,7 @@ PRESETS: dict[str, Preset] = {
 
 def get_preset(name: str) -> Preset:
     """The row called `name`; UserError with the nearest names if there is none."""
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5)
-        raise UserError(f"unknown preset '{name}'; {'did you mean' if near else 'choose from'} {', '.join(near or PRESETS)}?")
+    check_name("preset", name, PRESETS)
     return PRESETS[name]
 
 

@@ -118,6 +118,18 @@ def digits_zip(tmp_path_factory):
     return path
 
 
+@pytest.fixture()
+def net(tmp_path):
+    """The file of a network that makes RGB images of 8×8 pixels in 5 classes."""
+    import edm2
+    from edm2.latents import RGBEncoder
+    from tests.command_lines import small_net
+
+    path = tmp_path / "net.safetensors"
+    edm2.save_snapshot(path, small_net(5), encoder=RGBEncoder())
+    return path
+
+
 @pytest.fixture(params=["folder", "file.zip"])
 def path(request, tmp_path):
     return tmp_path / request.param
