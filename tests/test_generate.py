@@ -6,6 +6,7 @@ import torch
 
 import edm2
 from bench.models import make_network
+from edm2.generate import ImageGenerator, _one_ahead
 from edm2.latents import LatentEncoder
 from tests.conftest import relative_error, tiny_net
 from tests.test_sampler import SAMPLER
@@ -23,6 +24,25 @@ def test_batches():
     assert seeds == [0, 1, 2, 3, 4] and latents.shape == (5, 2, 8, 8)
     assert [len(batch.seeds) for batch in batches] == [2, 2, 1]
     assert all(b.images.dtype == np.uint8 and b.images.shape == (len(b.seeds), 8, 8, 2) for b in batches)
+
+
+def test_one_ahead():
+    """A batch is handed out when the next one is started, and none is lost."""
+    for n in range(4):
+        started = []
+        batches = (started.append(i) or i for i in range(n))
+        assert [(batch, len(started)) for batch in _one_ahead(batches)] == [(i, min(i + 2, n)) for i in range(n)]
+
+
+def test_a_generator_goes_on(device):
+    """Between calls of one nothing is left over, whatever they asked for."""
+    net = tiny_net().to(device)
+    again = ImageGenerator(net, tiny_net(0).to(device))
+    for options in (dict(num_steps=2), dict(num_steps=3, guidance=2), dict(num_steps=2, class_idx=1), dict(num_steps=2)):
+        for seeds in ([1, 2, 3], [4]):
+            (actual,), (expected,) = again(seeds, **options), edm2.generate_images(net, seeds, again.gnet, **options)
+            assert torch.equal(actual.latents, expected.latents)
+            np.testing.assert_array_equal(actual.images, expected.images)
 
 
 OPTIONS = [{}, {"S_churn": 1}, {"gnet": "unconditional", "guidance": 2}, {"dtype": torch.float64}]

@@ -13,6 +13,7 @@ from edm2.latents import LatentEncoder
 from edm2.pipeline import EDM2Pipeline
 from edm2.vae import load_vae
 from tests.conftest import relative_error, tiny_net
+from tests.test_layers import python, without
 from tests.test_sampler import SAMPLER
 from tests.test_vae import save_tiny
 
@@ -167,6 +168,12 @@ def test_types_are_what_networks_compute_in(pipe):
 def test_bad_calls(pipe, call, words):
     with pytest.raises(ValueError, match=words):
         pipe(**call)
+
+
+def test_without_diffusers():
+    """One line says what to install."""
+    code = "try: import edm2.pipeline\nexcept ImportError as e: print(e)"
+    assert "edm2.pipeline needs diffusers: pip install 'edm2-triton[vae]'" in python(without("diffusers") + code)
 
 
 def test_latents_without_a_vae():
