@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from edm2.errors import UserError
 from edm2.latents import LatentEncoder, RGBEncoder
@@ -42,7 +42,8 @@ class VAEEncoder:
             raise UserError(f"the VAE makes latents of {channels} channels, and these have {expected}; give their own VAE with --vae")
         self.latents, self.device, self.fast = latents, vae.device, fast
         dtype = torch.float16 if self.device.type == "cuda" else torch.float32
-        self.vae = vae.to(dtype=dtype, memory_format=torch.channels_last).eval().requires_grad_(False)
+        nn.Module.to(vae, dtype=dtype, memory_format=torch.channels_last)  # its own `to` warns of a dtype that harms nothing here
+        self.vae = vae.eval().requires_grad_(False)
         self.factor = 2 ** (len(vae.config.block_out_channels) - 1)
 
     def config(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Pixels ↔ latents: a tiny VAE with random weights, written by diffusers and read as any other."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -48,6 +49,15 @@ def copy(saved, tmp_path):
     for file in saved.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
+
+
+@pytest.fixture()
+def logged(monkeypatch):
+    """What diffusers would print."""
+    records, handler = [], logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    monkeypatch.setattr(logging.getLogger("diffusers"), "handlers", [handler])
+    return records
 
 
 def latents(n: int) -> torch.Tensor:
@@ -155,9 +165,10 @@ class TestBatches:
         assert seen == [(n, before if fast else (True, False, True, False)) for n in 2 * sizes]
         assert settings() == before
 
-    def test_weights_are_in_channels_last(self, saved):
+    def test_weights_are_in_channels_last(self, saved, logged):
         weight = load_vae(LatentEncoder(), saved).vae.decoder.conv_in.weight
         assert weight.is_contiguous(memory_format=torch.channels_last) and weight.dtype == torch.float32 and not weight.requires_grad
+        assert not logged
 
     @pytest.mark.gpu
     def test_bits_on_a_gpu(self, saved):
@@ -200,11 +211,13 @@ class TestErrors:
             (change_config(layers_per_block=2), "is damaged .it has no decoder.up_blocks"),
         ],
     )
-    def test_bad_folders(self, copy, spoil, words, capfd):
+    def test_bad_folders(self, copy, spoil, words, logged):
+        """One line, and none beside it."""
         spoil(copy)
         with fails(words) as error:
             load_vae(LatentEncoder(), copy)
-        assert str(copy) in str(error.value) and capfd.readouterr() == ("", "")
+        assert str(copy) in str(error.value) and not logged
+        assert logging.getLogger("diffusers").isEnabledFor(logging.WARNING)
 
     @pytest.mark.parametrize("path", ["/no/such/folder", "folder", "a/b/c", "./vae", "~/vae"])
     def test_no_folder(self, path):
