@@ -4,7 +4,7 @@ An encoder is saved with every snapshot (`config()`), so that a sample can be tu
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -96,7 +96,18 @@ def _known_range(pixel_range: Sequence[int]) -> tuple[int, int]:
     raise UserError(f"the pixel range {pixel_range!r} is neither (0, 1) nor (-1, 1)")
 
 
-Encoder = RGBEncoder | LatentEncoder
+class Encoder(Protocol):
+    """What is common to them, and to `edm2.vae.VAEEncoder`."""
+
+    kind: ClassVar[str]
+    draws_noise: ClassVar[bool]
+    makes_pixels: ClassVar[bool]
+
+    def config(self) -> dict[str, Any]: ...
+
+    def encode(self, x: Tensor, normal: Tensor | None) -> Tensor: ...
+
+    def decode(self, x: Tensor) -> Tensor: ...
 
 
 def encoder_from_config(config: dict[str, Any]) -> Encoder:
