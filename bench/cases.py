@@ -15,7 +15,7 @@ from bench.fused import FUSIONS, Site, fused_case, fused_cases
 from bench.library import attention_case, ceiling_cases, copy_case, gemm_case, sdpa_cases
 from bench.models import block_case, compiled_case, optimizer_case, train_case
 from bench.ops import Call, op_case, op_cases
-from bench.sampling import sample_case
+from bench.sampling import difference_case, sample_case
 from bench.weights import weights_case
 
 STEPS = 32  # as published: 63 evaluations
@@ -56,6 +56,9 @@ def group_cases(group: str) -> Iterator[Case]:
                 yield sample_case(preset, batch, steps=STEPS, guided=True)
                 yield sample_case(preset, batch, steps=STEPS, decoded=True)
                 yield sample_case(preset, batch, steps=STEPS, guided=True, decoded=True)
+    elif group == "difference":
+        yield difference_case("digits", 64, STEPS, needs_gpu=False)
+        yield from (difference_case(preset, 64, STEPS) for preset in PRESETS)
     elif group == "optimizer":
         yield optimizer_case("digits", needs_gpu=False)
         yield from map(optimizer_case, PRESETS)
@@ -112,6 +115,7 @@ def rehearsal_cases() -> Iterator[Case]:
     yield sample_case("digits", 1, mode="reduce-overhead", needs_gpu=False)
     yield sample_case("digits", 8, steps=2, guided=True, needs_gpu=False)
     yield sample_case("digits", 8, steps=2, decoded=True, needs_gpu=False)
+    yield difference_case("digits", 8, 2, needs_gpu=False)
     yield optimizer_case("digits", needs_gpu=False)
 
 
@@ -135,6 +139,7 @@ def gpu_cases() -> Iterator[Case]:
     yield sample_case(preset, 8, guided=True)
     yield sample_case(preset, 8, steps=STEPS, guided=True)
     yield sample_case(preset, 8, steps=STEPS, decoded=True)
+    yield difference_case(preset, 64, STEPS)
     yield compiled_case(preset, 256, "reduce-overhead")
     yield from conv_cases(preset, 256, 1)
     yield from (*sdpa_cases(), *others, *evaluated_convolutions(preset))

@@ -17,6 +17,7 @@ BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 TITLES = {
     "train": "Training steps",
     "sample": "Evaluations of the network",
+    "difference": "Ends of trajectories in fp16, their relative difference from fp32",
     "optimizer": "The optimizer's step alone",
     "block": "One block, forward and backward",
     "kernels": "Kernels",
@@ -196,22 +197,24 @@ def _unmeasured(machine: Machine) -> list[str]:
 def _wide(cases: list[Result]) -> str:
     """A row for each case, a column for each candidate."""
     names = plots.in_order({name for case in cases for name in case["candidates"]})
-    rows = [[case["case"].partition("/")[2], *(_cell(case["candidates"], name) for name in names)] for case in cases]
+    rows = [[case["case"].partition("/")[2], *(_cell(case, name) for name in names)] for case in cases]
     return _table(["case", *names], rows)
 
 
-def _cell(candidates: dict[str, Result], name: str) -> str:
-    facts = candidates.get(name)
+def _cell(case: Result, name: str) -> str:
+    facts = case["candidates"].get(name)
     if not facts:
         return "unmeasured"
     if "failure" in facts:
         return _failure(facts["failure"], 60)
+    eager = {} if name == "eager" else case["candidates"].get("eager", {})
+    if case["group"] == "difference":
+        return f"{facts['error']:.2e}" + (f", {facts['error'] / eager['error']:.2f}×" if eager.get("error") else "")
     low, middle, high = (_number(facts[key] * 1e3) for key in ("low", "median", "high"))
     parts = [f"{_number(facts[unit])} {unit}" for unit in ("images/s", "GB/s") if unit in facts]
     parts += [f"{middle} ms ({low}–{high})"]
     parts += [f"{facts['MFU']:.1%} MFU"] if "MFU" in facts else []
-    eager = candidates.get("eager", {}).get("median")
-    return ", ".join(parts + ([f"{eager / facts['median']:.2f}×"] if eager and name != "eager" else []))
+    return ", ".join(parts + ([f"{eager['median'] / facts['median']:.2f}×"] if "median" in eager else []))
 
 
 def _by_op(cases: list[Result]) -> str:

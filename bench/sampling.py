@@ -9,7 +9,7 @@ from torch import Tensor
 
 import edm2
 from bench.baseline import Baseline
-from bench.case import Candidates, Case, data_size
+from bench.case import REFERENCE, Candidates, Case, data_size
 from bench.models import compile_name, compiled_baseline, macs, make_inputs, make_network
 from edm2.denoisers import Denoiser, Plain, choose
 from edm2.latents import LatentEncoder, RGBEncoder
@@ -70,6 +70,23 @@ def sample_case(
     facts |= {"mode": mode} if mode else {}
     warmup = 0 if steps else 3  # the trajectory that is checked has warmed everything up
     return Case(name, build, flops, 0.0, batch, facts, needs_gpu=needs_gpu, flush=False, warmup=warmup, compiles=not steps)
+
+
+def difference_case(preset: str, batch: int, steps: int, needs_gpu: bool = True) -> Case:
+    """How far trajectories in half precision end from those of the plain network in fp32: its errors, not its times."""
+    heun = Heun(steps)
+
+    def build(device: torch.device) -> Candidates:
+        inputs = make_inputs(preset, batch, device)
+        exact, half = make_network(preset, device).eval(), make_network(preset, device).eval()
+        exact.dtype, half.dtype = torch.float32, torch.float16
+        denoisers = {REFERENCE: Plain(Baseline(exact)), "eager": Plain(Baseline(half)), "edm2": choose(half, fast=True)}
+        return {name: _runner(denoiser, heun, inputs, steps, None) for name, denoiser in denoisers.items()}
+
+    facts = {"preset": preset, "batch": batch, "evaluations": 2 * steps - 1}
+    return Case(
+        f"difference/{preset}/n{batch}", build, images=batch, facts=facts, needs_gpu=needs_gpu, flush=False, warmup=0, dtype="float16"
+    )
 
 
 def guide_of(preset: str) -> str:

@@ -19,6 +19,7 @@ from edm2.version import __version__
 __all__ = [
     "EDM2Loss",
     "EDM2Optimizer",
+    "ImageGenerator",
     "PRESETS",
     "Precond",
     "TrainingConfig",
@@ -39,7 +40,13 @@ __all__ = [
 ]
 
 # What works on files is imported when it is asked for: networks, losses and optimizers need no more than PyTorch and NumPy.
-_ON_DEMAND = {"generate_images": "generate", "load_snapshot": "snapshot", "save_snapshot": "snapshot", "train": "training"}
+_ON_DEMAND = {
+    "ImageGenerator": "generate",
+    "generate_images": "generate",
+    "load_snapshot": "snapshot",
+    "save_snapshot": "snapshot",
+    "train": "training",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -143,11 +143,11 @@ class TestRunner:
     def test_rehearsal(self, tmp_path, monkeypatch):
         """Every kind of case, and equal losses, on small sizes."""
         monkeypatch.chdir(tmp_path)
-        for command in ("kernels", "block", "train", "sample", "optimizer"):
+        for command in (groups := ("kernels", "block", "train", "sample", "difference", "optimizer")):
             result = CliRunner().invoke(main, [command, "--dry-run"])
             assert result.exit_code == 0 and "failure" not in result.output and "above" not in result.output, result.output
         stored = [json.loads(path.read_text()) for path in (tmp_path / "out" / "rehearsal").iterdir()]
-        assert {case["group"] for case in stored} == {"kernels", "block", "train", "sample", "optimizer"}
+        assert {case["group"] for case in stored} == set(groups)
         failures = {f"{case['case']} {name}": f["failure"] for case in stored for name, f in case["candidates"].items() if "failure" in f}
         assert not failures
         parts = next(case for case in stored if case["group"] == "train")["candidates"]["edm2"]["parts"]

@@ -95,10 +95,15 @@ def test_an_unconditional_network():
         pipe(class_labels=[1])
 
 
-def test_it_guides_itself_if_it_was_trained_so():
+def test_it_guides_itself_if_it_was_trained_so(tmp_path):
+    """Which its folder remembers."""
     net = tiny_net(img_channels=3)
     call = dict(class_labels=[2], num_inference_steps=2, guidance_scale=2.0, output_type="latent")
-    itself = quiet(EDM2Pipeline(net, label_dropout=0.1))(**call, generator=generators([4])).images
+    pipe = quiet(EDM2Pipeline(net, label_dropout=0.1))
+    itself = pipe(**call, generator=generators([4])).images
+    pipe.save_pretrained(tmp_path, dtype=torch.float32)
+    again = quiet(EDM2Pipeline.from_pretrained(tmp_path))
+    assert torch.equal(itself, again(**call, generator=generators([4])).images)
     (batch,) = edm2.generate_images(net, [4], edm2.Unlabelled(net), [2], guidance=2, num_steps=2)
     assert torch.equal(itself, batch.latents)
     with pytest.raises(ValueError, match="needs a guide network"):
