@@ -180,8 +180,8 @@ class TestWhatIsThere:
         guide, out = tmp_path / "guide.safetensors", tmp_path / "out"
         edm2.save_snapshot(guide, small_net(0))
         guided = [f"--gnet={guide}", "--guidance=2"]
-        ways = [[], ["--fast"], [], guided, [*guided, "--guidance-interval=1,90"], ["--class=3"], ["--class=4,3"], ["--steps=3"], ["--sigma_max=40"]]
-        ways += [["--sigma_min=0.01"], ["--rho=5"], ["--S_churn=1"], ["--S_churn=1", "--S_noise=2"]]
+        ways = [[], ["--fast"], [], guided, [*guided, "--guidance-interval=1,90"], ["--class=3"], ["--class=4,3"], ["--steps=3"]]
+        ways += [["--sigma_max=40"], ["--sigma_min=0.01"], ["--rho=5"], ["--S_churn=1"], ["--S_churn=1", "--S_noise=2"]]
         for way in ways:
             assert [make(net, out, "--seeds=5", *way)[-1].split()[0] for _ in range(2)] == ["1", "0"], way
         make(net, out, "--seeds=5")
