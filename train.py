@@ -1,13 +1,15 @@
 """Train an EDM2 network. On several GPUs: `torchrun --standalone --nproc_per_node=8 train.py …`."""
 
+import sys
 from dataclasses import asdict
 from typing import Any
 
 import click
 
 from edm2 import summary
-from edm2.cli.common import Command, Float, ImageCount
+from edm2.cli.common import Command, Duration, Float, ImageCount
 from edm2.config import TrainingConfig
+from edm2.interruption import RESUME_ME
 from edm2.network import Precond
 from edm2.training import open_dataset, train
 
@@ -44,17 +46,25 @@ from edm2.training import open_dataset, train
 @click.option("--snapshot-dtype", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Precision of snapshots.")
 @click.option("--max-nonfinite", metavar="STEPS", type=click.IntRange(min=0), default=100, show_default=True,
               help="Stop after so many in a row with non-finite gradients; 0 = never.")  # fmt: skip
+@click.option("--keep", metavar="INT", type=click.IntRange(min=0), default=0, show_default=True,
+              help="Delete all but so many of the newest training checkpoints; 0 = none.")  # fmt: skip
+@click.option("--max-time", type=Duration(), help="Save and stop after this time, e.g. 11:50:00 or 90m.")
 @click.option("-n", "--dry-run", is_flag=True, help="Print the configuration and its cost, then exit.")
 def main(dry_run: bool, **options: Any) -> None:
     """Train an EDM2 network, with the options and defaults of the official release.
 
-    Counts of images accept Ki, Mi and Gi. What is not given comes from the preset.
+    Counts of images accept Ki, Mi and Gi. What is not given comes from the preset. After SIGTERM, SIGINT or --max-time the
+    run saves itself and exits with 75: the same command resumes it.
     """
     config = TrainingConfig(**options).resolved()
     if dry_run:
         print_plan(config)
-    else:
-        train(config)
+        return
+    trainer = train(config)
+    if trainer.interrupted:
+        if trainer.procs.rank == 0:
+            click.echo(f"{trainer.interrupted}: the run is saved in {config.outdir}, and the same command resumes it", err=True)
+        sys.exit(RESUME_ME)
 
 
 def print_plan(config: TrainingConfig) -> None:

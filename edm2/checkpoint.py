@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from edm2.errors import UserError
-from edm2.files import make_folder, replacing
+from edm2.files import LEFTOVER, make_folder, replacing
 
 OPTIONS = "training_options.json"
 ADDED = {"label_dropout": 0.0, "pixel_range": [0, 1]}  # options that older runs do not record, and what they ran with
@@ -40,7 +41,22 @@ def save_checkpoint(outdir: Path, nimg: int, state: dict[str, Any]) -> Path:
             torch.save(state, temporary)
         except RuntimeError as e:  # its form of OSError
             raise UserError(f"cannot write {path}: {str(e).splitlines()[0]}") from e
+        with zipfile.ZipFile(temporary) as file:  # which holds a checksum of each tensor
+            if file.testzip() is not None:
+                raise UserError(f"{path} was not written as it should be: is the disk damaged?")
     return path
+
+
+def drop_old_checkpoints(outdir: Path, keep: int) -> None:
+    """Delete all but the newest `keep` training states (0: none is deleted)."""
+    for path in _checkpoints(outdir)[keep:] if keep else []:
+        path.unlink(missing_ok=True)
+
+
+def remove_leftovers(outdir: Path) -> None:
+    """Delete what a process that was killed had begun to write."""
+    for path in outdir.glob(f".*.{LEFTOVER}"):
+        path.unlink(missing_ok=True)
 
 
 def load_newest_checkpoint(outdir: Path) -> dict[str, Any] | None:
@@ -49,7 +65,7 @@ def load_newest_checkpoint(outdir: Path) -> dict[str, Any] | None:
     A damaged one is named in a warning and skipped. UserError if there are some and none can be read: beginning anew
     would overwrite the run.
     """
-    paths = sorted(outdir.glob("training-state-*.pt"), key=_kimg, reverse=True)
+    paths = _checkpoints(outdir)
     for path in paths:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -62,6 +78,11 @@ def load_newest_checkpoint(outdir: Path) -> dict[str, Any] | None:
     if paths:
         raise UserError(f"none of the {len(paths)} training states in {outdir} can be read; move them away to begin anew")
     return None
+
+
+def _checkpoints(outdir: Path) -> list[Path]:
+    """The newest first."""
+    return sorted(outdir.glob("training-state-*.pt"), key=_kimg, reverse=True)
 
 
 def _kimg(path: Path) -> float:

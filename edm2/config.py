@@ -8,6 +8,7 @@ from edm2.presets import build, get_preset
 
 RUN_CONTROL = (
     "outdir", "duration", "batch_gpu", "status", "snapshot", "snapshot_dtype", "checkpoint", "workers", "bench", "max_nonfinite",
+    "keep", "max_time",
 )  # fmt: skip
 """Options that may change when a run is resumed: they steer it, but do not change what a step computes."""
 
@@ -19,6 +20,7 @@ class TrainingConfig:
     Counts (duration, batch, status, snapshot, checkpoint) are in images, `decay` in batches; an interval of 0 means
     never. `init` is a snapshot to start from; `snapshot_dtype` is "fp16" or "fp32"; after `max_nonfinite` steps in a
     row with non-finite gradients (0: never) the run stops. `label_dropout` is the share of images that go without their label.
+    Of training states the newest `keep` stay (0: all); after `max_time` seconds the run saves itself and stops.
     `pixel_range`, (0, 1) or (-1, 1), is that of the pixels that a dataset of VAE latents was encoded from.
     """
 
@@ -50,6 +52,8 @@ class TrainingConfig:
     init: str | None = None
     snapshot_dtype: str = "fp16"
     max_nonfinite: int = 100
+    keep: int = 0
+    max_time: float | None = None
 
     def resolved(self) -> "TrainingConfig":
         """With the preset's values in the place of None. UserError for an unknown preset."""
@@ -73,6 +77,8 @@ class TrainingConfig:
             raise UserError("--label-dropout needs labels: leave --cond as it is")
         if not 0 <= self.label_dropout < 1:
             raise UserError(f"--label-dropout {self.label_dropout} is no probability below 1")
+        if self.keep < 0:
+            raise UserError(f"--keep {self.keep} is no count of training states")
         if self.max_nonfinite < 0:
             raise UserError(f"--max-nonfinite {self.max_nonfinite} is no count of steps")
         if self.snapshot_dtype not in ("fp16", "fp32"):

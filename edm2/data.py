@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -184,6 +185,12 @@ class _BatchReader(torch.utils.data.Dataset):
             return e
 
 
+def _ignore_signals(_: int) -> None:
+    """A signal to the whole group of processes is for the one that trains: workers go when it goes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _read_batches(reader: _BatchReader, indices: Iterator[np.ndarray], workers: int):
     pin = torch.cuda.is_available()
     source = map(reader.__getitem__, indices)
@@ -191,8 +198,9 @@ def _read_batches(reader: _BatchReader, indices: Iterator[np.ndarray], workers: 
         # batch_size=None: each "index" is a whole batch. A generator of its own: the loader draws a seed for its
         # workers, which must not disturb the global random state.
         source = torch.utils.data.DataLoader(
-            reader, sampler=indices, batch_size=None, num_workers=workers, pin_memory=pin, generator=torch.Generator()
-        )
+            reader, sampler=indices, batch_size=None, num_workers=workers, pin_memory=pin, generator=torch.Generator(),
+            worker_init_fn=_ignore_signals,
+        )  # fmt: skip
     for batch in source:
         if isinstance(batch, UserError):
             raise batch

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,29 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
+    hosts: Any = None  # a process group that reaches the others without their GPUs
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over all processes."""
         if self.world_size > 1:
             dist.all_reduce(x)
         return x
+
+    def highest(self, number: int) -> int:
+        """The highest of all processes' numbers. Their hosts wait for each other, not for a GPU."""
+        if self.world_size == 1:
+            return number
+        x = torch.tensor(number)
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.hosts)
+        return int(x)
+
+    def alike(self, x: Tensor) -> bool:
+        """Is x, of integers, the same in all processes?"""
+        if self.world_size == 1:
+            return True
+        both = torch.stack([x, -x])
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        return bool((both[0] == -both[1]).all())
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -39,8 +57,9 @@ def processes() -> Iterator[Processes]:
         torch.cuda.set_device(device)
     if world_size > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    hosts = dist.new_group(backend="gloo") if world_size > 1 and cuda else None
     try:
-        yield Processes(rank, world_size, device)
+        yield Processes(rank, world_size, device, hosts)
     finally:
         if world_size > 1:
             dist.destroy_process_group()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edm2.errors import UserError
 
+LEFTOVER = "tmp"  # how the name of a file ends that is being written, or was when its process was killed
 _UMASK = os.umask(0)
 os.umask(_UMASK)  # it can only be read by setting it
 
@@ -20,7 +21,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     gone. UserError where the file system refuses (no such folder, disk full).
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{LEFTOVER}")
     try:
         yield temporary
         with open(temporary, "rb+") as file:

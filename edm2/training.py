@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 
 from edm2.backends import full_precision, keep_freed_memory
-from edm2.checkpoint import check_options, load_newest_checkpoint, save_checkpoint, snapshot_name, write_options
+from edm2.checkpoint import (
+    check_options,
+    drop_old_checkpoints,
+    load_newest_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+    snapshot_name,
+    write_options,
+)
 from edm2.config import RUN_CONTROL, TrainingConfig
 from edm2.data import ImageDataset, batches
 from edm2.distributed import Processes, processes
 from edm2.errors import UserError
+from edm2.interruption import Interruption
 from edm2.latents import Encoder, encoder_for
 from edm2.layers import force_weight_norm_
 from edm2.loss import EDM2Loss, denoising_loss
@@ -33,6 +42,8 @@ def train(config: TrainingConfig | Mapping[str, Any]) -> "Trainer":
 
     Leaves `training_options.json`, `stats.jsonl`, network snapshots and training states in `outdir`. Run under
     `torchrun`, the batch is shared among the processes. UserError for bad input, before anything is written.
+    After SIGTERM, SIGINT or `config.max_time` it finishes its step, saves a training state and returns, with the reason in
+    `interrupted`: the same call resumes it.
     """
     config = config if isinstance(config, TrainingConfig) else TrainingConfig(**config)
     config, outdir = config.resolved(), Path(config.outdir)
@@ -42,19 +53,22 @@ def train(config: TrainingConfig | Mapping[str, Any]) -> "Trainer":
         trainer.start(load_newest_checkpoint(outdir))
         if procs.rank == 0:
             write_options(outdir, asdict(config))
+            remove_leftovers(outdir)
         status = StatusLog(outdir, procs, trainer.nimg, config.duration, trainer.elapsed)
         guard = NonfiniteGuard(config.max_nonfinite, procs.device)
-        while trainer.nimg < config.duration:
-            status.step(trainer.step(), trainer.optimizer.nonfinite, config.batch)
-            guard.step(trainer.optimizer.nonfinite, trainer.nimg)
-            if trainer.due(config.status):
-                status.tick(trainer.nimg, trainer.lr)
-            saving = time.time()
-            if trainer.due(config.snapshot) and procs.rank == 0:
-                trainer.save_snapshots(outdir)
-            if trainer.due(config.checkpoint) and procs.rank == 0:
-                save_checkpoint(outdir, trainer.nimg, trainer.state_dict(status.elapsed))
-            status.pause(saving)
+        with Interruption(procs, config.max_time) as interruption:
+            while trainer.nimg < config.duration and trainer.interrupted is None:
+                status.step(trainer.step(), trainer.optimizer.nonfinite, config.batch)
+                guard.step(trainer.optimizer.nonfinite, trainer.nimg)
+                if trainer.due(config.status):
+                    status.tick(trainer.nimg, trainer.lr)
+                trainer.interrupted = interruption.asked() if trainer.nimg < config.duration else None
+                saving = time.time()
+                if trainer.due(config.snapshot) and procs.rank == 0:
+                    trainer.save_snapshots(outdir)
+                if trainer.due(config.checkpoint) or trainer.interrupted:
+                    trainer.save_state(outdir, status.elapsed)
+                status.pause(saving)
         status.close()
         procs.barrier()
     return trainer
@@ -75,6 +89,7 @@ class Trainer:
         self.weights = StepWeights(self.net)
         self.optimizer = EDM2Optimizer(self.net, weights=self.weights)
         self.nimg, self.lr, self.elapsed = 0, 0.0, 0.0
+        self.interrupted: str | None = None  # why the run ended before its time
 
     def start(self, state: dict[str, Any] | None = None) -> None:
         """Continue from a `state_dict()`, or begin with fresh or given weights."""
@@ -138,6 +153,14 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
         }
 
+    def save_state(self, outdir: Path, elapsed: float) -> None:
+        """The first process writes a training state. UserError, in all of them, if their weights have become unlike."""
+        if not self.procs.alike(fingerprint(self.net)):
+            raise UserError(f"the processes' weights differ after {self.nimg} images: a GPU or the network between them is faulty")
+        if self.procs.rank == 0:
+            save_checkpoint(outdir, self.nimg, self.state_dict(elapsed))
+            drop_old_checkpoints(outdir, self.config.keep)
+
     def save_snapshots(self, outdir: Path) -> None:
         """Write each tracked average as a network."""
         for std in self.optimizer.emas:
@@ -160,6 +183,12 @@ class Trainer:
         except (KeyError, RuntimeError, TypeError, ValueError) as e:
             reason = str(e).splitlines()[0]
             raise UserError(f"the training state in {self.config.outdir} is of another network ({reason})") from e
+
+
+@torch.no_grad()
+def fingerprint(net: Precond) -> Tensor:
+    """int64 `[number of parameters]`: sums of their bits."""
+    return torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in net.parameters()])
 
 
 def open_dataset(config: TrainingConfig) -> tuple[ImageDataset, Encoder, tuple[int, int, int]]:

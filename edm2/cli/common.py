@@ -57,6 +57,22 @@ class Float(click.FloatRange):
         return number
 
 
+class Duration(click.ParamType):
+    """Hours, minutes and seconds in seconds: `11:50:00`, `90m`, `12h`, `1.5d`."""
+
+    name = "TIME"
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(value)):
+            return float(match[1]) * self.units[match[2]]
+        if match := re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", str(value)):
+            return float(int(match[1]) * 3600 + int(match[2]) * 60 + int(match[3]))
+        self.fail(f"'{value}' is no time; write 11:50:00, 90m, 12h or 1.5d", param, ctx)
+
+
 class Interval(click.ParamType):
     """Two numbers, the second above the first, which is not negative: `0.19,1.61`; the second may be `inf`."""
 
