@@ -17,6 +17,7 @@ from edm2.cli.common import Command, Float, ImageCount, Interval, IntList
 from edm2.distributed import Processes, processes
 from edm2.errors import UserError
 from edm2.files import sha256
+from edm2.folding import fold
 from edm2.generate import ImageGenerator
 from edm2.guidance import Unlabelled
 from edm2.latents import Encoder, LatentEncoder, RGBEncoder
@@ -28,6 +29,7 @@ from edm2.samples import Sample, SampleFolder
 from edm2.snapshot import Snapshot, load_snapshot
 from edm2.vae import load_vae
 
+LINE_INTERVAL = 60.0  # seconds
 NETWORKS = os.environ.get("EDM2_NETWORKS", "~/.cache/edm2")
 
 
@@ -66,63 +68,112 @@ def main(
 ) -> None:  # fmt: skip
     """Generate images: `{seed:06d}.png` in OUTDIR. Those that are there already, made with the same networks and options, stay."""
     full_precision()
-    files = choose_files(preset, Path(networks).expanduser(), net, gnet, guidance)
     check_options(batch, options)
+    files = choose_files(preset, Path(networks).expanduser(), net, gnet, guidance)
     heun = Heun(guidance=files.guidance, **options)
+    samples = list_samples(seeds, class_idx)
     with processes() as procs:
-        snapshot = load_snapshot(files.net, procs.device)
-        guide = None if files.guidance == 1 else load_guide(snapshot, files.gnet, procs.device)
-        check_guide(snapshot.net, guide, files)
+        snapshot, guide = load_networks(files, procs.device)
         encoder = choose_encoder(snapshot, files.net, vae, latents, fast, procs.device)
         if grid and not encoder.makes_pixels:
             raise UserError("--grid needs pixels: leave --latents out")
+        folder = SampleFolder(outdir, subdirs, encoder, recipe(files, guide, heun, encoder, fast, procs.device))
+        if grid and grid.resolve() in {folder.file(sample.seed).resolve() for sample in samples}:
+            raise UserError(f"--grid {grid} has the name of a sample")
         generate = ImageGenerator(snapshot.net, guide, encoder, fast)
         generate.check_classes(class_idx)
-        folder = SampleFolder(outdir, subdirs, encoder, recipe(files, guide, heun, encoder, vae, fast))
-        samples = [Sample(seed, class_idx and class_idx[i % len(class_idx)]) for i, seed in enumerate(seeds)]
         make(generate, folder, samples, heun, batch, overwrite, procs)
         if grid and procs.rank == 0:
-            write_png(grid, tile(folder.images(seeds), columns, scale))
+            images = folder.images([sample.seed for sample in samples])
+            write_png(grid, tile(images, min(columns, len(images)), scale))
 
 
 def make(
     generate: ImageGenerator, folder: SampleFolder, samples: list[Sample], heun: Heun, batch: int, overwrite: bool, procs: Processes
 ) -> None:
-    """This process's share of the samples that are not there yet; says what all came to."""
-    mine = samples[procs.rank :: procs.world_size]
-    todo = [sample for sample in mine if overwrite or not folder.has(sample)]
-    classes = [sample.class_idx for sample in todo] if samples[0].class_idx is not None else None
-    start, left = time.perf_counter(), iter(todo)
-    hidden = True if procs.rank else None
-    with Writers() as writers, tqdm(total=len(mine), initial=len(mine) - len(todo), unit="img", disable=hidden) as bar:
-        for part in generate([sample.seed for sample in todo], classes, batch, **asdict(heun)):
+    """Those samples that are not there yet, shared among the processes; says what it came to."""
+    todo = procs.share([sample for sample in samples if overwrite or not folder.has(sample)] if procs.rank == 0 else None)
+    replaced = sum(folder.file(sample.seed).exists() for sample in todo) if procs.rank == 0 else 0
+    mine = todo[procs.rank :: procs.world_size]
+    classes = [sample.class_idx for sample in mine] if mine and mine[0].class_idx is not None else None
+    left = iter(mine)
+    with Writers() as writers, Progress(len(mine), procs) as progress:
+        for part in generate([sample.seed for sample in mine], classes, batch, **asdict(heun)):
             folder.save([next(left) for _ in part.seeds], part, writers)
-            bar.update(len(part.seeds))
-    made = int(procs.sum(torch.tensor(len(todo), device=procs.device)))  # when all have written theirs
+            progress.update(len(part.seeds))
+    procs.barrier()  # when all have written theirs
     if procs.rank == 0:
-        seconds, there = time.perf_counter() - start, len(samples) - made
-        click.echo(f"{made} images in {seconds:.1f} s, {made / seconds:.3g} images/s" + (f"; {there} were there already" if there else ""))
+        there = len(samples) - len(todo)
+        text = f"{len(todo)} images in {progress.seconds:.1f} s, {len(todo) / progress.seconds:.3g} images/s"
+        text += f"; {there} were there already" if there else ""
+        click.echo(text + (f"; {replaced} replaced files that were made otherwise" if replaced and not overwrite else ""))
+
+
+class Progress:
+    """A bar for the first process's share; where nobody sees one, in a log, a line every minute."""
+
+    def __init__(self, total: int, procs: Processes):
+        self.total, self.made, self.start, self.told = total, 0, time.perf_counter(), time.perf_counter()
+        self.bar = tqdm(total=total, unit="img", disable=True if procs.rank else None)
+        self.lines = procs.rank == 0 and self.bar.disable
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def update(self, images: int) -> None:
+        self.made += images
+        self.bar.update(images)
+        if self.lines and time.perf_counter() - self.told >= LINE_INTERVAL:
+            self.told = time.perf_counter()
+            click.echo(f"{self.made} of {self.total} images, {self.made / self.seconds:.3g} images/s")
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+
+def list_samples(seeds: list[int], class_idx: list[int] | None) -> list[Sample]:
+    """Each seed once, with its class. UserError for a seed with two."""
+    samples = dict.fromkeys(Sample(seed, class_idx and class_idx[i % len(class_idx)]) for i, seed in enumerate(seeds))
+    classes: dict[int, int | None] = {}
+    for sample in samples:
+        if classes.setdefault(sample.seed, sample.class_idx) != sample.class_idx:
+            raise UserError(f"--class gives seed {sample.seed} two classes: a seed has one image")
+    return list(samples)
 
 
 def choose_files(preset: str | None, networks: Path, net: str | None, gnet: str | None, guidance: float | None) -> Published:
     """Files of the network and its guide, and the strength: those given, else the preset's."""
-    chosen = Published(None) if preset is None else published_files(preset, networks, net is None, gnet is None)
-    given = {"net": net, "gnet": gnet, "guidance": guidance}
-    chosen = chosen._replace(**{key: value for key, value in given.items() if value is not None})
+    strength = {} if guidance is None else {"guidance": guidance}
+    row = Published(None)
+    if preset is not None:
+        row = published_files(preset, networks, net is None, gnet is None and guidance != 1)
+    chosen = row._replace(net=net or row.net, gnet=gnet or row.gnet, **strength)
     if chosen.net is None:
         raise UserError("give a network: --net, or a published one by --preset")
     return chosen
 
 
-def load_guide(snapshot: Snapshot, gnet: str | None, device: torch.device) -> nn.Module | None:
-    """GNET; else the network itself, if it was trained without some labels."""
-    if gnet is not None:
-        return load_snapshot(gnet, device).net
-    return Unlabelled(snapshot.net) if snapshot.meta.get("label_dropout") else None
+def load_networks(files: Published, device: torch.device) -> tuple[Snapshot, nn.Module | None]:
+    """Folded: the network, and where there is guidance the guide: GNET, or the network itself if it was trained without some
+    labels."""
+    snapshot = load_snapshot(files.net, device)
+    snapshot.net, guide = fold(snapshot.net), None
+    if files.guidance != 1 and files.gnet is not None:
+        guide = fold(load_snapshot(files.gnet, device).net)
+    elif files.guidance != 1 and snapshot.meta.get("label_dropout"):
+        guide = Unlabelled(snapshot.net)
+    check_guide(snapshot.net, guide, files)
+    return snapshot, guide
 
 
 def choose_encoder(snapshot: Snapshot, net: str, vae: str | None, latents: bool, fast: bool, device: torch.device) -> Encoder:
     """The snapshot's; of latents with the VAE that decodes them, unless they are what is asked for."""
+    if vae and latents:
+        raise UserError("--vae decodes latents, --latents does not: give one of them")
     encoder = snapshot.encoder or RGBEncoder()
     if isinstance(encoder, LatentEncoder):
         return encoder if latents else load_vae(encoder, vae, device, fast)
@@ -153,13 +204,14 @@ def check_guide(net: Precond, guide: nn.Module | None, files: Published) -> None
         raise UserError(f"{files.gnet} knows {guide.label_dim} classes, {files.net} {net.label_dim}")
 
 
-def recipe(files: Published, guide: nn.Module | None, heun: Heun, encoder: Encoder, vae: str | None, fast: bool) -> dict[str, Any]:
-    """What pixels depend on: the bytes of the networks, and options, but for those that have no effect."""
-    facts = asdict(heun)
-    if heun.guidance == 1:
-        del facts["guidance_interval"]
+def recipe(files: Published, guide: nn.Module | None, heun: Heun, encoder: Encoder, fast: bool, device: torch.device) -> dict[str, Any]:
+    """What pixels depend on: the bytes of the networks, options, the device that draws the noise; but for what has no effect."""
+    ineffective = ["guidance_interval"] if heun.guidance == 1 else []
+    ineffective += [] if heun.S_churn else ["S_min", "S_max", "S_noise"]
+    options = {key: str(value) if value == math.inf else value for key, value in asdict(heun).items() if key not in ineffective}
     guided_by = None if guide is None else "itself without labels" if isinstance(guide, Unlabelled) else sha256(files.gnet)
-    return {"net": sha256(files.net), "gnet": guided_by, **facts, "encoder": encoder.config(), "vae": vae, "fast": fast}
+    networks = {"net": sha256(files.net), "gnet": guided_by, "vae": getattr(encoder, "sha256", None)}
+    return {**networks, **options, "encoder": encoder.config(), "fast": fast, "device": device.type}
 
 
 if __name__ == "__main__":

@@ -15,17 +15,20 @@ from torch import Tensor, nn
 
 from edm2.backends import to_device
 from edm2.folding import fold
-from edm2.graphs import Graphed, side_by_side
+from edm2.graphs import Beside, Graphed, Memory
 from edm2.guidance import Unlabelled
 from edm2.network import Precond
 
 CHUNK_PIXELS = 4096  # or one image: of small images as many as share well what any evaluation costs (digits: 64)
+ROWS = 2048  # noise levels times images whose modulations are made at once: 75 MB for EDM2-S, 172 MB for XXL in fp16
 
 Denoise = Callable[[Tensor, float, float | None], Tensor]  # x `[N, C, H, W]`, σ, guidance or None → D in x's type
 Evaluations = Sequence[tuple[float, bool]]  # noise level, and whether it is guided
 
 
 class Denoiser(Protocol):
+    net: nn.Module
+
     def along(self, evaluations: Evaluations, labels: Tensor | None, n: int) -> Denoise:
         """For n images with these labels `[N, label_dim]`, at noise levels among those of `evaluations`."""
 
@@ -45,7 +48,7 @@ class Plain:
 
 
 class Folded:
-    """Folded networks: modulations of all noise levels are made at once; on a GPU an evaluation is a CUDA graph.
+    """Folded networks: modulations are made beforehand; on a GPU an evaluation is a CUDA graph.
 
     `guide` is a folded network, or `Unlabelled` of one. One network that guides itself evaluates both halves of one batch.
     """
@@ -54,8 +57,9 @@ class Folded:
         self.net = net
         self.labels_guide = not isinstance(guide, Unlabelled)
         self.guide = guide if self.labels_guide else guide.net
-        functions = self._denoise, self._denoise_guided
-        self._alone, self._guided = map(Graphed, functions) if graphs else functions
+        memory = Memory()
+        functions = partial(_denoise, net), partial(_denoise_guided, net, self.guide, Beside())  # not of this object: no cycle
+        self._alone, self._guided = (Graphed(function, memory) for function in functions) if graphs else functions
 
     def along(self, evaluations: Evaluations, labels: Tensor | None, n: int) -> Denoise:
         own = Modulations(self.net, (sigma for sigma, _ in evaluations), labels, n)
@@ -70,32 +74,44 @@ class Folded:
 
         return denoise
 
-    def _denoise(self, x: Tensor, sigma: Tensor, modulation: Tensor) -> Tensor:
-        return self.net.denoise(x, sigma, modulation).to(x.dtype)
 
-    def _denoise_guided(self, x: Tensor, sigma: Tensor, modulation: Tensor, guides: Tensor, guidance: Tensor) -> Tensor:
-        if self.guide is self.net:
-            D, D_guide = self.net.denoise(x.repeat(2, 1, 1, 1), sigma, torch.cat([modulation, guides])).chunk(2)
-        else:
-            main, guide = (partial(net.denoise, x, sigma, m) for net, m in ((self.net, modulation), (self.guide, guides)))
-            D, D_guide = side_by_side(main, guide, x.device)
-        return D_guide.to(x.dtype).lerp(D.to(x.dtype), guidance)
+def _denoise(net: Precond, x: Tensor, sigma: Tensor, modulation: Tensor) -> Tensor:
+    return net.denoise(x, sigma, modulation).to(x.dtype)
+
+
+def _denoise_guided(
+    net: Precond, guide: Precond, beside: Beside, x: Tensor, sigma: Tensor, modulation: Tensor, guides: Tensor, guidance: Tensor
+) -> Tensor:
+    if guide is net:
+        D, D_guide = net.denoise(x.repeat(2, 1, 1, 1), sigma, torch.cat([modulation, guides])).chunk(2)
+    else:
+        D, D_guide = beside(partial(net.denoise, x, sigma, modulation), partial(guide.denoise, x, sigma, guides), x.device)
+    return D_guide.to(x.dtype).lerp(D.to(x.dtype), guidance)
 
 
 class Modulations:
-    """Those of a network at some noise levels for n images, made at once."""
+    """Those of a network for n images, of some noise levels at a time, which are asked for in the order given here."""
 
     def __init__(self, net: Precond, sigmas: Iterable[float], labels: Tensor | None, n: int):
+        self.net, self.labels, self.n = net, labels, n
         levels = list(dict.fromkeys(sigmas))
         self.places = {sigma: i for i, sigma in enumerate(levels)}
         self.levels = to_device(torch.tensor(levels, dtype=torch.float32), net.device)
-        rows = None if labels is None else labels.repeat(len(levels), 1)
-        self.table = net.modulation(self.levels.repeat_interleave(n), rows).unflatten(0, (len(levels), n))
+        self.at_once = max(1, ROWS // n)
+        self._part, self._table = None, None
 
     def at(self, sigma: float) -> tuple[Tensor, Tensor]:
         """The noise level, fp32 `[1]`, and the modulation `[N, ΣCout]`."""
         place = self.places[sigma]
-        return self.levels[place : place + 1], self.table[place]
+        part, row = divmod(place, self.at_once)
+        if part != self._part:
+            self._part, self._table = part, None  # the memory of the one before is free for it
+            self._table = self._make(self.levels[part * self.at_once :][: self.at_once])
+        return self.levels[place : place + 1], self._table[row]
+
+    def _make(self, levels: Tensor) -> Tensor:
+        labels = None if self.labels is None else self.labels.repeat(len(levels), 1)
+        return self.net.modulation(levels.repeat_interleave(self.n), labels).unflatten(0, (len(levels), self.n))
 
 
 class Chunked:
@@ -106,7 +122,7 @@ class Chunked:
     """
 
     def __init__(self, denoiser: Denoiser, size: int):
-        self.denoiser, self.size = denoiser, size
+        self.denoiser, self.net, self.size = denoiser, denoiser.net, size
 
     def along(self, evaluations: Evaluations, labels: Tensor | None, n: int) -> Denoise:
         chunks = [None] * -(-n // self.size) if labels is None else self._split(labels)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,9 +43,18 @@ class Processes:
         dist.all_reduce(both, dist.ReduceOp.MAX)
         return bool((both[0] == -both[1]).all())
 
+    def share(self, x: Any) -> Any:
+        """What the first process has of it, in all; their hosts wait for it."""
+        if self.world_size == 1:
+            return x
+        box = [x]
+        dist.broadcast_object_list(box, group=self.hosts)
+        return box[0]
+
     def barrier(self) -> None:
+        """Until all hosts are here: for a day, not for the minutes that collectives of GPUs have."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self.hosts)
 
 
 @contextmanager
@@ -57,7 +67,7 @@ def processes() -> Iterator[Processes]:
         torch.cuda.set_device(device)
     if world_size > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    hosts = dist.new_group(backend="gloo") if world_size > 1 and cuda else None
+    hosts = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if world_size > 1 else None
     try:
         yield Processes(rank, world_size, device, hosts)
     finally:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     gone. UserError where the file system refuses (no such folder, disk full).
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{LEFTOVER}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.{LEFTOVER}")
     try:
         yield temporary
         with open(temporary, "rb+") as file:

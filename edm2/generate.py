@@ -24,7 +24,8 @@ class Batch:
     seeds: list[int]
     labels: Tensor | None  # float `[N, label_dim]`; None for an unconditional network
     latents: Tensor  # what the network made, fp32 `[N, C, H, W]`
-    images: np.ndarray | None  # uint8 `[N, H, W, C]`; None where a decoder is needed that this package lacks
+    images: np.ndarray | None  # uint8 `[N, H, W, C]`; None where the encoder makes no pixels
+    vae_latents: np.ndarray | None = None  # what it makes then: fp32 `[N, C, H, W]`
 
 
 class SeedGenerators:
@@ -55,9 +56,10 @@ class ImageGenerator:
     """
 
     def __init__(self, net: Precond, gnet: nn.Module | None = None, encoder: Encoder | None = None, fast: bool = False):
-        self.net, self.gnet, self.encoder, self.fast = net, gnet, encoder or RGBEncoder(), fast
+        self.encoder, self.fast, self.has_guide = encoder or RGBEncoder(), fast, gnet is not None
         self.device = net.device
         self.denoiser = choose(net, gnet, fast)
+        self.net = self.denoiser.net  # folded: the one given may go
 
     def __call__(
         self,
@@ -70,7 +72,9 @@ class ImageGenerator:
     ) -> Iterator[Batch]:
         """See `generate_images`."""
         heun = Heun(**heun_kwargs)
-        heun.check(self.gnet)
+        heun.check(self.has_guide)
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
         classes = self.check_classes(class_idx)
         starts = range(0, len(seeds), max_batch_size)
         parts = ([int(seed) for seed in seeds[start : start + max_batch_size]] for start in starts)
@@ -81,9 +85,11 @@ class ImageGenerator:
         """As a list; UserError for a class that the network does not know."""
         if class_idx is None:
             return None
-        classes = np.ravel(class_idx).astype(int).tolist()
         if not self.net.label_dim:
             raise UserError("the network is unconditional: it takes no class")
+        classes = np.ravel(class_idx).tolist()
+        if not classes or not all(isinstance(c, int) for c in classes):
+            raise UserError(f"classes are integers, got {classes}")
         unknown = [c for c in classes if not 0 <= c < self.net.label_dim]
         if unknown:
             raise UserError(f"class {unknown[0]} is out of range: the network knows 0 to {self.net.label_dim - 1}")
@@ -91,42 +97,47 @@ class ImageGenerator:
 
     @torch.no_grad()
     def _start(self, seeds: list[int], classes: list[int] | None, heun: Heun, dtype: torch.dtype, callback: Callback | None) -> "_Started":
-        """Nothing here waits for a GPU."""
+        """Nothing here waits for a GPU, but where a graph is captured."""
         random = SeedGenerators(seeds, self.device)
         noise = random.randn(self.net.img_channels, self.net.img_resolution, self.net.img_resolution)
         labels = _labels(self.net, classes, random)
         with kernels.batch_invariance(not self.fast):
             denoise = self.denoiser.along(heun.evaluations(), labels, len(seeds))
             latents = heun.integrate(denoise, noise, dtype, random.randn_like, callback)
-        pixels = self.encoder.decode(latents).permute(0, 2, 3, 1) if self.encoder.makes_pixels else None
-        return _Started(seeds, labels, latents, pixels)
+        decoded = self.encoder.decode(latents)
+        makes_pixels = self.encoder.makes_pixels
+        return _Started(seeds, labels, latents, decoded.permute(0, 2, 3, 1) if makes_pixels else decoded, makes_pixels)
 
 
 class _Started:
-    """A batch whose pixels are on their way to the host."""
+    """A batch that is on its way to the host."""
 
-    def __init__(self, seeds: list[int], labels: Tensor | None, latents: Tensor, pixels: Tensor | None):
-        self.batch, self.pixels, self.arrived = Batch(seeds, labels, latents, None), pixels, None
-        if pixels is not None and pixels.is_cuda:
-            self.pixels = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True).copy_(pixels, non_blocking=True)
-            self.arrived = torch.cuda.current_stream(pixels.device).record_event()
+    def __init__(self, seeds: list[int], labels: Tensor | None, latents: Tensor, decoded: Tensor, makes_pixels: bool):
+        self.batch, self.decoded, self.makes_pixels, self.arrived = Batch(seeds, labels, latents, None), decoded, makes_pixels, None
+        if decoded.is_cuda:
+            self.decoded = torch.empty(decoded.shape, dtype=decoded.dtype, pin_memory=True).copy_(decoded, non_blocking=True)
+            self.arrived = torch.cuda.current_stream(decoded.device).record_event()
 
     def finished(self) -> Batch:
+        array = self.decoded.numpy()
         if self.arrived is not None:
             self.arrived.synchronize()
-        if self.pixels is not None:
-            self.batch.images = self.pixels.numpy()
+            array = array.copy()  # the page-locked memory is for the next
+        self.batch.images, self.batch.vae_latents = (array, None) if self.makes_pixels else (None, array)
         return self.batch
 
 
 def _one_ahead(batches: Iterator[_Started]) -> Iterator[_Started]:
-    """Each when the next is started, so that a GPU goes on while the host takes the images."""
+    """Each when the next is started, so that a GPU goes on while the host takes the images; also where the next fails."""
     before = next(batches, None)
-    for batch in batches:
+    while before is not None:
+        try:
+            following = next(batches, None)
+        except BaseException:
+            yield before
+            raise
         yield before
-        before = batch
-    if before is not None:
-        yield before
+        before = following
 
 
 def generate_images(
@@ -145,8 +156,8 @@ def generate_images(
     threads; `fast` lifts that where it costs time. (On a GPU in fp16 and bf16: in fp32 cuDNN convolves, and bits may differ.)
     Networks that are not folded yet are, for the length of the call; an `ImageGenerator` keeps them.
     class_idx: the class of all images, or classes to take in turn; None draws each image's class from its own seed.
-    `encoder` turns latents into pixels (default: RGB); `sampler_kwargs` are those of `edm_sampler`. UserError for a class
-    that the network does not know, ValueError for guidance without a guide.
+    `encoder` turns latents into pixels (default: RGB; of VAE latents: `edm2.vae.load_vae`); `sampler_kwargs` are those of
+    `edm_sampler`. UserError for a class that the network does not know, ValueError for guidance without a guide.
     """
     return ImageGenerator(net, gnet, encoder, fast)(seeds, class_idx, max_batch_size, **sampler_kwargs)
 

@@ -1,7 +1,7 @@
 """CUDA graphs: the kernels of a function recorded once, and started together from then on."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +17,28 @@ class Graph(NamedTuple):
     replay: Callable[[], None]
 
 
+class Memory:
+    """What graphs have in common that never run at the same time: the memory between their kernels, and a stream."""
+
+    def __init__(self):
+        self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
+
+    def claim(self) -> None:
+        if self.stream is None:
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+
 class Graphed:
     """Calls a function of tensors, on a GPU by a CUDA graph for each shape and type of its arguments.
 
     The first call with such arguments captures it. Whatever the function reads besides its arguments must stay where it is,
-    and numbers as they are. The result is overwritten by the next call. Off the GPU the function is called plainly.
+    and numbers as they are. The result is overwritten by the next call of any with the same `memory`. Off the GPU the function
+    is called plainly.
     """
 
-    def __init__(self, function: Callable[..., Tensor]):
-        self.function = function
+    def __init__(self, function: Callable[..., Tensor], memory: Memory):
+        self.function, self.memory = function, memory
         self.graphs: dict[tuple, Graph] = {}
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -33,7 +46,8 @@ class Graphed:
             return self.function(*inputs)
         key = is_batch_invariant(), *((x.shape, x.dtype) for x in inputs)
         if key not in self.graphs:
-            self.graphs[key] = capture(self.function, inputs)
+            with torch.inference_mode(False), torch.no_grad():  # whose tensors would refuse to be written to elsewhere
+                self.graphs[key] = capture(self.function, inputs, self.memory)
         graph = self.graphs[key]
         for own, given in zip(graph.inputs, inputs):
             own.copy_(given)
@@ -45,38 +59,37 @@ def captures(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def capture(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Graph:
+def capture(function: Callable[..., Tensor], inputs: Sequence[Tensor], memory: Memory) -> Graph:
     """The function's kernels on copies of the inputs, after a call that compiles them."""
     own = [x.clone() for x in inputs]
     with torch.cuda.device(own[0].device):
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        memory.claim()
+        current = torch.cuda.current_stream()
+        memory.stream.wait_stream(current)
+        with torch.cuda.stream(memory.stream):
             function(*own)
-        current.wait_stream(stream)
+        current.wait_stream(memory.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=memory.pool, stream=memory.stream, capture_error_mode="thread_local"):
             output = function(*own)
     return Graph(own, output, graph.replay)
 
 
-def side_by_side(first: Callable[[], Tensor], second: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The results of both, whose kernels a GPU may run at the same time."""
-    if device.type != "cuda":
-        return first(), second()
-    current, beside = torch.cuda.current_stream(device), _side_stream(device)
-    beside.wait_stream(current)
-    with torch.cuda.stream(beside):
-        b = second()
-    a = first()
-    current.wait_stream(beside)  # before anything reads b, or takes its memory
-    return a, b
+class Beside:
+    """Calls two functions; on a GPU their kernels may run at the same time."""
 
+    def __init__(self):
+        self.stream: torch.cuda.Stream | None = None
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
-    return _side_streams[device]
+    def __call__(self, first: Callable[[], Tensor], second: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+        """The results of both."""
+        if device.type != "cuda":
+            return first(), second()
+        self.stream = self.stream or torch.cuda.Stream(device)
+        current = torch.cuda.current_stream(device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            b = second()
+        a = first()
+        current.wait_stream(self.stream)  # before anything reads b, or takes its memory
+        return a, b

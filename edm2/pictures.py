@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from edm2.files import make_folder, replacing
@@ -53,19 +53,25 @@ def write_png(path: Path, image: np.ndarray, facts: dict[str, Any] | None = None
 
 
 def read_facts(path: Path) -> dict[str, Any] | None:
-    """Those that `write_png` was given; None where there is no such file."""
+    """Those that `write_png` or `write_array` was given; None where there is no such file."""
     try:
+        if path.suffix == ".npy":
+            with open(path, "rb") as file:
+                np.load(file)
+                return json.loads(str(np.load(file)))
         with Image.open(path) as image:
-            return json.loads(image.text[FACTS])
-    except (OSError, UnidentifiedImageError, AttributeError, KeyError, ValueError):
+            return json.loads(image.info[FACTS])  # the chunk lies before the pixels, which are not read
+    except (OSError, EOFError, KeyError, ValueError):
         return None
 
 
-def write_array(path: Path, array: np.ndarray) -> None:
-    """As `.npy`."""
+def write_array(path: Path, array: np.ndarray, facts: dict[str, Any] | None = None) -> None:
+    """As `.npy`; with `facts` in JSON as a second array behind it, which `numpy.load(path)` does not read."""
     make_folder(path.parent)
     with replacing(path) as temporary, open(temporary, "wb") as file:
         np.save(file, array)
+        if facts is not None:
+            np.save(file, np.array(json.dumps(facts)))
 
 
 def read_png(path: Path) -> np.ndarray:

@@ -62,9 +62,9 @@ class Heun:
     S_max: float = math.inf
     S_noise: float = 1
 
-    def check(self, gnet: nn.Module | None) -> None:
+    def check(self, has_guide: bool) -> None:
         """ValueError if there is guidance, but no guide."""
-        if self.guidance != 1 and gnet is None:
+        if self.guidance != 1 and not has_guide:
             raise ValueError(f"guidance {self.guidance} needs a guide network: pass gnet")
 
     def steps(self) -> list[Step]:
@@ -130,6 +130,6 @@ def edm_sampler(
     `callback(i, sigma, x)` sees the state after step i.
     """
     heun = Heun(num_steps, sigma_min, sigma_max, rho, guidance, guidance_interval, S_churn, S_min, S_max, S_noise)
-    heun.check(gnet)
+    heun.check(gnet is not None)
     denoise = Plain(net, gnet).along(heun.evaluations(), labels, len(noise))
     return heun.integrate(denoise, noise, dtype, randn_like, callback)

@@ -1,4 +1,4 @@
-"""A folder of samples, one file for each seed: PNG images that know how they were made, or VAE latents as arrays."""
+"""A folder of samples, one file for each seed, that know how they were made: PNG images, or VAE latents as arrays."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Sample(NamedTuple):
 
 class SampleFolder:
     """`{seed:06d}.png`, with `subdirs` in a folder for every 1000 seeds. `recipe` is all that a sample's pixels depend on
-    besides its seed and class, for JSON; each image carries it."""
+    besides its seed and class, for JSON; each file carries it."""
 
     def __init__(self, outdir: Path, subdirs: bool, encoder: Encoder, recipe: dict[str, Any]):
         self.outdir, self.subdirs, self.encoder, self.recipe = outdir, subdirs, encoder, recipe
@@ -31,16 +31,13 @@ class SampleFolder:
         return folder / f"{seed:06d}.{'png' if self.encoder.makes_pixels else 'npy'}"
 
     def has(self, sample: Sample) -> bool:
-        """Is there an image with the same recipe? Arrays carry none."""
-        return self.encoder.makes_pixels and read_facts(self.file(sample.seed)) == self._facts(sample)
+        """Is there one with the same recipe?"""
+        return read_facts(self.file(sample.seed)) == self._facts(sample)
 
     def save(self, samples: Sequence[Sample], batch: Batch, writers: Writers) -> None:
-        latents = self.encoder.decode(batch.latents).cpu().numpy() if batch.images is None else None
-        for i, sample in enumerate(samples):
-            if latents is None:
-                writers.write(write_png, self.file(sample.seed), batch.images[i], self._facts(sample))
-            else:
-                writers.write(write_array, self.file(sample.seed), latents[i])
+        write, arrays = (write_array, batch.vae_latents) if batch.images is None else (write_png, batch.images)
+        for sample, array in zip(samples, arrays, strict=True):
+            writers.write(write, self.file(sample.seed), array, self._facts(sample))
 
     def images(self, seeds: Sequence[int]) -> np.ndarray:
         """uint8 `[N, H, W, C]`, as they are on disk."""

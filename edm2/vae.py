@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from edm2.errors import UserError
+from edm2.files import sha256
 from edm2.latents import LatentEncoder, RGBEncoder
 
 if TYPE_CHECKING:
@@ -26,24 +27,25 @@ FILES = "config.json", "diffusion_pytorch_model.safetensors"
 class VAEEncoder:
     """A `LatentEncoder` that makes pixels, with the VAE that its latents belong to.
 
-    The VAE stays on its device and becomes fp16 on a GPU, fp32 elsewhere. It sees a fixed number of images at a time, and
-    cuDNN chooses nothing by its time, so that an image has the same bits whatever the images beside it, on one kind of GPU
-    or on a CPU with a given number of threads; `fast` lifts that. The latents are those of the VAE itself, without the
-    scaling factor in its configuration. UserError for a VAE of another number of channels.
+    The VAE stays on its device and becomes `dtype`, by default fp16 on a GPU, fp32 elsewhere. It sees a fixed number of
+    images at a time, and cuDNN chooses nothing by its time, so that an image has the same bits whatever the images beside
+    it, on one kind of GPU or on a CPU with a given number of threads; `fast` lifts that. The latents are those of the VAE
+    itself, without the scaling factor in its configuration. UserError for a VAE of another number of channels.
     """
 
     kind: ClassVar[str] = LatentEncoder.kind
     draws_noise: ClassVar[bool] = LatentEncoder.draws_noise
     makes_pixels: ClassVar[bool] = True
 
-    def __init__(self, latents: LatentEncoder, vae: "AutoencoderKL", fast: bool = False):
+    def __init__(self, latents: LatentEncoder, vae: "AutoencoderKL", fast: bool = False, dtype: torch.dtype | None = None):
         channels, expected = vae.config.latent_channels, len(latents.raw_mean)
         if channels != expected:
             raise UserError(f"the VAE makes latents of {channels} channels, and these have {expected}; give their own VAE with --vae")
         self.latents, self.device, self.fast = latents, vae.device, fast
-        dtype = torch.float16 if self.device.type == "cuda" else torch.float32
+        dtype = dtype or (torch.float16 if self.device.type == "cuda" else torch.float32)
         nn.Module.to(vae, dtype=dtype, memory_format=torch.channels_last)  # its own `to` warns of a dtype that harms nothing here
         self.vae = vae.eval().requires_grad_(False)
+        self.sha256: str | None = None  # of the file of its weights
         self.factor = 2 ** (len(vae.config.block_out_channels) - 1)
 
     def config(self) -> dict[str, Any]:
@@ -102,8 +104,10 @@ def load_vae(encoder: LatentEncoder, path: str | Path | None = None, device: str
     UserError without diffusers, and where there is no such VAE, it cannot be downloaded, is damaged or of another kind.
     Nothing in its files is executed.
     """
-    kind = autoencoder_kl()
-    return VAEEncoder(encoder, _read(kind, _folder(str(path or encoder.vae))).to(device), fast)
+    kind, folder = autoencoder_kl(), _folder(str(path or encoder.vae))
+    loaded = VAEEncoder(encoder, _read(kind, folder).to(device), fast)
+    loaded.sha256 = sha256(folder / FILES[1])
+    return loaded
 
 
 def autoencoder_kl() -> type["AutoencoderKL"]:

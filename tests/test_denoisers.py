@@ -3,22 +3,26 @@
 Without a GPU graphs are stood in for by `make_fx`, which like a capture keeps tensor operations and freezes all else.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import edm2
 import kernels
-from edm2 import graphs
+from edm2 import denoisers, graphs
 from edm2.denoisers import Chunked, Folded, Plain, choose
-from edm2.sampler import Heun
+from edm2.network import UNet
+from edm2.sampler import Heun, noise_levels
 from tests.conftest import relative_error, tiny_net
 from tests.test_sampler import SAMPLER
 
 LEVELS = [40.0, 0.02]
 
 
-def traced(function, inputs) -> graphs.Graph:
+def traced(function, inputs, memory) -> graphs.Graph:
     """A capture without a GPU: its output is at one place, and nothing but the inputs can change it."""
     own = [x.clone() for x in inputs]
     module, output = make_fx(lambda *inputs: function(*inputs))(*own), function(*own).clone()
@@ -75,7 +79,9 @@ def test_captured_once_for_each_size_and_way(device, monkeypatch):
     """And again where the kernels divide their sums otherwise."""
     captured = []
     capture = graphs.capture
-    monkeypatch.setattr(graphs, "capture", lambda function, inputs: captured.append(len(inputs[0])) or capture(function, inputs))
+    monkeypatch.setattr(
+        graphs, "capture", lambda function, inputs, memory: captured.append(len(inputs[0])) or capture(function, inputs, memory)
+    )
     net = tiny_net().to(device)
     denoiser = choose(net, tiny_net(gains=0.2).to(device), fast=True)
     for n, strength in ((3, 1), (3, 2), (3, 3), (2, 2), (3, 1)):
@@ -88,20 +94,55 @@ def test_captured_once_for_each_size_and_way(device, monkeypatch):
     assert len(captured) == (5 if graphs.captures(x) else 0)
 
 
-def test_modulations_are_made_once_per_batch_of_labels(monkeypatch):
-    """Of each level one, the guide's only where it is guided; no evaluation reads labels or embeds noise."""
-    made = []
-    modulation = edm2.Precond.modulation
-    monkeypatch.setattr(edm2.Precond, "modulation", lambda self, sigma, labels: made.append(sigma) or modulation(self, sigma, labels))
+@pytest.mark.parametrize(("rows", "main", "guide"), [(2048, [32], [7]), (20, [10, 10, 10, 2], [7])])
+@torch.no_grad()
+def test_modulations_are_made_once_per_batch_of_labels(rows, main, guide, monkeypatch):
+    """Of each level one, the guide's only where it is guided, some levels at a time; no evaluation embeds noise or labels."""
+    made, embedded = {}, []
+    modulation, embed = edm2.Precond.modulation, UNet.embed
+    monkeypatch.setattr(denoisers, "ROWS", rows)
+    monkeypatch.setattr(UNet, "embed", lambda self, *inputs: embedded.append(0) or embed(self, *inputs))
+
+    def counted(self, sigma, labels):
+        made.setdefault(self.label_dim, []).append(sigma)
+        return modulation(self, sigma, labels)
+
+    monkeypatch.setattr(edm2.Precond, "modulation", counted)
     x, labels = batch(2, torch.device("cpu"))
     denoiser = choose(tiny_net(), tiny_net(0), fast=True)
     heun = Heun(32, guidance=2, guidance_interval=(0.19, 1.61))
-    denoise = denoiser.along(heun.evaluations(), labels, 2)
-    for net in (denoiser.net, denoiser.guide):
-        monkeypatch.setattr(net.unet, "modulation", None)
-    heun.integrate(denoise, x, torch.float32, torch.randn_like)
-    assert [len(sigma) for sigma in made] == [2 * 32, 2 * 7]
-    assert made[1][::2].tolist() == pytest.approx([1.60857137, 1.17427065, 0.844619841, 0.597700423, 0.415431909, 0.283043997, 0.188599519])
+    heun.integrate(denoiser.along(heun.evaluations(), labels, 2), x, torch.float32, torch.randn_like)
+    assert [len(sigma) // 2 for sigma in made[5]] == main and [len(sigma) // 2 for sigma in made[0]] == guide
+    assert torch.cat(made[5])[::2].tolist() == pytest.approx(noise_levels(32).tolist()[:-1])
+    published = [1.60857137, 1.17427065, 0.844619841, 0.597700423, 0.415431909, 0.283043997, 0.188599519]
+    assert torch.cat(made[0])[::2].tolist() == pytest.approx(published)
+    assert len(embedded) == len(main) + len(guide)
+
+
+def test_inference_mode_comes_and_goes(device):
+    """What was captured within it is replayed outside of it."""
+    denoiser = choose(tiny_net().to(device), fast=True)
+    x, labels = batch(2, device)
+    results = []
+    for inference in (True, False, True):
+        with torch.inference_mode(inference), torch.no_grad():
+            results.append(denoiser.along([(1.0, False)], labels, 2)(x, 1.0, None).clone())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_nothing_outlives_a_denoiser(device):
+    """Its networks and graphs go with it, and do not wait for Python to look for cycles."""
+    gc.disable()
+    try:
+        denoiser = choose(tiny_net().to(device), tiny_net(0).to(device), fast=True)
+        x, labels = batch(2, device)
+        with torch.no_grad():
+            denoiser.along([(1.0, True)], labels, 2)(x, 1.0, 2.0)
+        watched = weakref.ref(denoiser.net), weakref.ref(denoiser.guide)
+        del denoiser
+        assert [each() for each in watched] == [None, None]
+    finally:
+        gc.enable()
 
 
 @torch.no_grad()

@@ -37,10 +37,11 @@ def test_one_ahead():
 def test_a_generator_goes_on(device):
     """Between calls of one nothing is left over, whatever they asked for."""
     net = tiny_net().to(device)
-    again = ImageGenerator(net, tiny_net(0).to(device))
+    guide = tiny_net(0).to(device)
+    again = ImageGenerator(net, guide)
     for options in (dict(num_steps=2), dict(num_steps=3, guidance=2), dict(num_steps=2, class_idx=1), dict(num_steps=2)):
         for seeds in ([1, 2, 3], [4]):
-            (actual,), (expected,) = again(seeds, **options), edm2.generate_images(net, seeds, again.gnet, **options)
+            (actual,), (expected,) = again(seeds, **options), edm2.generate_images(net, seeds, guide, **options)
             assert torch.equal(actual.latents, expected.latents)
             np.testing.assert_array_equal(actual.images, expected.images)
 
@@ -106,6 +107,17 @@ def test_classes():
     assert generate(seeds=torch.tensor([3]), class_idx=np.int64(2))[2][0].labels.argmax().item() == 2
 
 
+@pytest.mark.parametrize("class_idx", [[], [1.5], "1"])
+def test_what_is_no_class(class_idx):
+    with pytest.raises(edm2.UserError, match="classes are integers, got"):
+        generate(class_idx=class_idx)
+
+
+def test_no_batch_size():
+    with pytest.raises(ValueError, match="max_batch_size must be at least 1, got 0"):
+        generate(max_batch_size=0)
+
+
 @pytest.mark.parametrize("class_idx", [5, -1, [0, 7]])
 def test_class_out_of_range(class_idx):
     with pytest.raises(edm2.UserError, match="out of range: the network knows 0 to 4"):
@@ -118,4 +130,18 @@ def test_class_of_an_unconditional_network():
 
 
 def test_latents_have_no_pixels():
-    assert generate(encoder=LatentEncoder())[2][0].images is None
+    (batch,) = generate(tiny_net(img_channels=4), encoder=LatentEncoder())[2]
+    assert batch.images is None
+    torch.testing.assert_close(LatentEncoder().encode(torch.from_numpy(batch.vae_latents).tile(1, 2, 1, 1), torch.zeros(1)), batch.latents)
+
+
+def test_the_one_before_is_not_lost_when_one_fails():
+    def batches():
+        yield from (1, 2)
+        raise ZeroDivisionError
+
+    got = []
+    with pytest.raises(ZeroDivisionError):
+        for batch in _one_ahead(batches()):
+            got.append(batch)
+    assert got == [1, 2]

@@ -8,6 +8,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 import edm2
+from edm2.denoisers import Chunked, Folded
 from edm2.generate import Batch
 from edm2.latents import LatentEncoder
 from edm2.pipeline import EDM2Pipeline
@@ -140,19 +141,83 @@ class TestFolders:
         np.testing.assert_array_equal(image, np.asarray(alone(1, 2, generator=generators([9])).images[0]))
 
     def test_what_is_no_folder_of_a_pipeline(self, pipe, tmp_path):
-        with pytest.raises(edm2.UserError, match="net.safetensors does not exist"):
+        with pytest.raises(edm2.UserError, match="holds no pipeline$"):
+            EDM2Pipeline.from_pretrained(tmp_path)
+        edm2.save_snapshot(tmp_path / "network-snapshot-1.safetensors", pipe.net)
+        with pytest.raises(edm2.UserError, match=r"holds no pipeline; give one of its networks, e.g. .*/network-snapshot-1.safetensors"):
             EDM2Pipeline.from_pretrained(tmp_path)
         pipe.save_pretrained(tmp_path)
         (tmp_path / "model_index.json").write_text("{}")
-        with pytest.raises(edm2.UserError, match="model_index.json is missing or damaged"):
+        with pytest.raises(edm2.UserError, match="model_index.json is damaged"):
             EDM2Pipeline.from_pretrained(tmp_path)
+
+    def test_a_folder_used_before(self, pipe, tmp_path):
+        """What another pipeline left there is no part of this one."""
+        pipe.save_pretrained(tmp_path)
+        EDM2Pipeline(pipe.net, fast=True).save_pretrained(tmp_path)
+        again = EDM2Pipeline.from_pretrained(tmp_path)
+        assert again.gnet is None and again.config.fast and not EDM2Pipeline.from_pretrained(tmp_path, fast=False).config.fast
+
+
+def test_components_may_be_replaced_and_changed(pipe):
+    """The next call is that of a pipeline of the new ones."""
+    call = dict(class_labels=[2], num_inference_steps=2, output_type="latent", guidance_scale=2.0)
+
+    def current():
+        images = pipe(**call, generator=generators([0])).images
+        fresh = quiet(EDM2Pipeline(pipe.net, pipe.gnet))(**call, generator=generators([0])).images
+        assert torch.equal(images, fresh)
+        return images
+
+    seen = [current()]
+    pipe.net = tiny_net(img_channels=3, gains=0.3)
+    seen.append(current())
+    pipe.gnet = tiny_net(img_channels=3, gains=0.1)
+    seen.append(current())
+    with torch.no_grad():
+        pipe.net.unet.out_gain.fill_(0.4)
+    seen.append(current())
+    assert all(relative_error(a, b) > 1e-4 for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_churn_draws_from_the_generators_too(pipe):
+    """As `generate_images` does."""
+    call = dict(class_labels=[3], num_inference_steps=3, S_churn=10, output_type="latent")
+    expected = generated(pipe, [5], class_idx=3, num_steps=3, guidance=1.5, S_churn=10)
+    for _ in range(2):
+        assert torch.equal(pipe(**call, generator=generators([5])).images, expected.latents)
+    one, two = (pipe(**call, generator=torch.Generator().manual_seed(5)).images for _ in range(2))
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_fast_or_the_same_bits(fast):
+    pipe = quiet(EDM2Pipeline(tiny_net(img_channels=3), fast=fast))
+    one, eight = (pipe(1, 2, generator=generators(range(n)), batch_size=n, output_type="latent").images for n in (1, 8))
+    assert type(pipe._made["denoiser"][1]) is (Folded if fast else Chunked)
+    assert fast or torch.equal(one[0], eight[0])
+
+
+def test_it_moves():
+    pipe = EDM2Pipeline(tiny_net(img_channels=3), tiny_net(0, img_channels=3)).to("meta")
+    assert pipe.device.type == pipe.net.device.type == pipe.gnet.device.type == "meta"
+
+
+def test_a_vae_without_an_encoder_decodes_latents(tmp_path):
+    """Those of the official statistics; `components` make a pipeline, as those of diffusers do."""
+    pipe = EDM2Pipeline(tiny_net(img_channels=4), vae=load_vae(LatentEncoder(), save_tiny(tmp_path)).vae)
+    again = quiet(EDM2Pipeline(**pipe.components))
+    assert again(1, 1).images[0].size == (32, 32) and again.vae is pipe.vae
+    again.to(torch.bfloat16)(1, 1)
+    assert {p.dtype for p in pipe.vae.parameters()} == {torch.float32}
 
 
 def test_types_are_what_networks_compute_in(pipe):
     """Their parameters stay fp32, and images change by roundings."""
     call = dict(class_labels=[2], num_inference_steps=2, output_type="latent")
     before = pipe(**call, generator=generators([0])).images
-    assert pipe.to(torch.bfloat16) is pipe and pipe.to("cpu", dtype=torch.bfloat16) is pipe
+    assert pipe.dtype == torch.float32
+    assert pipe.to(torch.bfloat16) is pipe and pipe.dtype == torch.bfloat16 and pipe.to("cpu", dtype=torch.bfloat16) is pipe
     after = pipe(**call, generator=generators([0])).images
     assert {p.dtype for p in pipe.net.parameters()} == {torch.float32} and after.dtype == torch.float32
     assert 1e-5 < relative_error(after, before) < 0.1
@@ -166,6 +231,7 @@ def test_types_are_what_networks_compute_in(pipe):
         ({"class_labels": []}, "class_labels: expected integers"),
         ({"class_labels": [0.5]}, "class_labels: expected integers"),
         ({"class_labels": [1], "latents": torch.zeros(2, 3, 8, 8)}, r"latents: expected \[1, 3, 8, 8\], got \[2, 3, 8, 8\]"),
+        ({"class_labels": [1, 2], "batch_size": 4}, "batch_size: there are 2 class_labels, got 4"),
         ({"class_labels": [1], "output_type": "jpeg"}, "output_type: expected one of pil, np, pt, latent, got 'jpeg'"),
         ({"class_labels": [1], "num_inference_steps": 0}, "num_steps must be at least 1"),
     ],
@@ -186,3 +252,5 @@ def test_latents_without_a_vae():
     assert pipe(1, 1, output_type="latent").images.shape == (1, 4, 8, 8)
     with pytest.raises(ValueError, match="the pipeline has no VAE"):
         pipe(1, 1)
+    with pytest.raises(ValueError, match="4 channels are no pixels"):
+        quiet(EDM2Pipeline(tiny_net(img_channels=4)))(1, 1)

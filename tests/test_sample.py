@@ -1,7 +1,11 @@
 """sample.py as a user calls it: options, files, what is made anew, published presets, and one clear line for each mistake."""
 
+import hashlib
+import json
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,9 +14,14 @@ from PIL import Image
 
 import edm2
 import sample
-from edm2.latents import LatentEncoder
+from edm2 import pictures
+from edm2.distributed import Processes
+from edm2.generate import ImageGenerator
+from edm2.latents import LatentEncoder, RGBEncoder
 from edm2.pictures import GAP
 from edm2.published import PUBLISHED, URL
+from edm2.sampler import Heun
+from edm2.samples import Sample, SampleFolder
 from tests.command_lines import ROOT, call, refused, small_net
 from tests.conftest import tiny_net
 from tests.test_vae import plain, save_tiny
@@ -38,14 +47,49 @@ class TestSample:
         options = "--seeds=0-4 --class=1,3,0 --steps=2 --batch=2".split()
 
         def files(name, *launcher):
+            """And what was said."""
             out = [f"--outdir={tmp_path / name}", f"--grid={tmp_path / name / 'grid.png'}", f"--net={net}"]
             command = [sys.executable, *launcher, "sample.py", *out, *options]
             result = subprocess.run(command, cwd=ROOT, env=one_thread_env, capture_output=True, text=True)
             assert result.returncode == 0, result.stderr
-            return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+            return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}, result.stdout
 
-        one, two = files("one"), files("two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-        assert one == two and len(one) == 6
+        two_processes = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+        (one, _), (two, said) = files("one"), files("two", *two_processes)
+        assert one == two and len(one) == 6 and said.startswith("5 images in ")
+        for name in ("000001.png", "000002.png", "000004.png"):  # their shares are of what is missing
+            (tmp_path / "two" / name).unlink()
+        two, said = files("two", *two_processes)
+        assert one == two and said.startswith("3 images in ") and said.endswith("; 2 were there already\n")
+
+    def test_each_process_makes_its_share(self, net, monkeypatch):
+        made = []
+
+        class Folder(SampleFolder):
+            def save(self, samples, batch, writers):
+                made.extend(samples)
+
+            def has(self, sample):
+                return sample.seed == 2
+
+        class Two(Processes):
+            def share(self, x):
+                return [s for s in samples if s.seed != 2]
+
+            def barrier(self):
+                pass
+
+        network, samples = edm2.load_snapshot(net).net, [Sample(seed, None) for seed in range(8)]
+        generate, folder = ImageGenerator(network), Folder(net.parent, False, RGBEncoder(), {})
+        for rank, seeds in enumerate(([0, 3, 5, 7], [1, 4, 6])):
+            made.clear()
+            sample.make(generate, folder, samples, Heun(1), 2, False, Two(rank, 2, torch.device("cpu")))
+            assert [each.seed for each in made] == seeds
+
+    def test_progress_in_a_log(self, net, tmp_path, monkeypatch):
+        monkeypatch.setattr(sample, "LINE_INTERVAL", 0.0)
+        result = call(sample.main, f"--net={net}", f"--outdir={tmp_path}", "--steps=1", "--seeds=0-4", "--batch=2")
+        assert [line.split(",")[0] for line in result.output.splitlines()[:3]] == [f"{n} of 5 images" for n in (2, 4, 5)]
 
     def test_a_file_that_cannot_be_written(self, net, tmp_path):
         (tmp_path / "000002.png").mkdir()
@@ -104,6 +148,9 @@ class TestSample:
             assert result.exit_code == 0, result.output
         latents, image = np.load(tmp_path / "000005.npy"), np.asarray(Image.open(tmp_path / "000005.png"))
         assert latents.shape == (4, 8, 8)
+        for more in (["--latents"], [f"--vae={tmp_path / 'vae' / '..' / 'vae'}"]):  # what is there stays, the VAE by its bytes
+            assert call(sample.main, *options, *more).output.startswith("0 images")
+        assert call(sample.main, *options, "--latents", "--rho=5").output.startswith("2 images")
         expected = plain(vae).decode(torch.from_numpy(latents)[None]).sample.clamp(0, 1) * 255
         assert np.abs(expected[0].permute(1, 2, 0).numpy() - image).max() < 1.01 and image.std() > 0
         assert "--grid needs pixels" in refused(sample.main, *options, "--latents", f"--grid={tmp_path}/grid.png")
@@ -128,6 +175,9 @@ class TestSample:
             (["--S_max=nan"], "nan is no finite number"),
             (["--batch=0"], "--batch"),
             (["--sigma_min=90"], "--sigma_min 90.0 must be below"),
+            (["--seeds=3,3", "--class=1,2"], "--class gives seed 3 two classes: a seed has one image"),
+            (["--vae=x", "--latents"], "--vae decodes latents, --latents does not"),
+            (["--grid=OUT/000016.png"], "has the name of a sample"),
             (["--guidance-interval=2,1"], "'2,1' is no interval; write its two bounds, the lower first, like 0.19,1.61"),
             (["--guidance-interval=1"], "no interval"),
             (["--guidance-interval=-1,1"], "no interval"),
@@ -137,7 +187,7 @@ class TestSample:
     )
     def test_bad_options(self, net, tmp_path, args, words):
         out = tmp_path / "out"
-        assert words in refused(sample.main, f"--net={net}", f"--outdir={out}", *args)
+        assert words in refused(sample.main, f"--net={net}", f"--outdir={out}", *(arg.replace("OUT", str(out)) for arg in args))
         assert not out.exists()
 
     def test_truncated_and_foreign_snapshots(self, net, tmp_path):
@@ -185,9 +235,31 @@ class TestWhatIsThere:
         for way in ways:
             assert [make(net, out, "--seeds=5", *way)[-1].split()[0] for _ in range(2)] == ["1", "0"], way
         make(net, out, "--seeds=5")
-        for way in ([f"--gnet={guide}", "--guidance=1"], ["--batch=7"], ["--guidance-interval=0.1,1"], [f"--grid={tmp_path}/grid.png"]):
+        for way in (
+            [f"--gnet={guide}", "--guidance=1"],
+            ["--batch=7"],
+            ["--guidance-interval=0.1,1"],
+            [f"--grid={tmp_path}/grid.png"],
+            ["--S_noise=2"],
+        ):
             assert make(net, out, "--seeds=5", *way)[-1].startswith("0 images"), way
         assert make(net, out, "--seeds=5", "--overwrite")[-1].startswith("1 images")
+
+    def test_a_seed_twice_is_one_image(self, net, tmp_path):
+        assert make(net, tmp_path, "--seeds=1,1,2,1", "--class=3")[-1].startswith("2 images") and len(contents(tmp_path)) == 2
+
+    def test_what_is_replaced_is_told(self, net, tmp_path):
+        make(net, tmp_path, "--seeds=0-2")
+        assert make(net, tmp_path, "--seeds=1-3", "--rho=5")[-1].endswith("; 2 replaced files that were made otherwise")
+
+    def test_its_recipe_is_json_for_everybody(self, net, tmp_path):
+        make(net, tmp_path, "--seeds=5", "--S_churn=1")
+
+        def refuse(text):
+            raise ValueError(text)
+
+        recipe = json.loads(Image.open(tmp_path / "000005.png").text["edm2"], parse_constant=refuse)
+        assert recipe["seed"] == 5 and recipe["S_max"] == "inf" and recipe["device"] == "cpu"
 
     def test_so_does_another_network_of_the_same_name(self, net, tmp_path):
         make(net, tmp_path / "out", "--seeds=5")
@@ -218,12 +290,34 @@ class TestWhatIsThere:
         assert contents(tmp_path) == before
 
 
+def test_writers_keep_few_files_waiting(monkeypatch):
+    """However slow the disk: they hold the one who makes images."""
+    monkeypatch.setattr(pictures, "WAITING", 3)
+    gate, written = threading.Event(), []
+
+    def write(i):
+        gate.wait(10)
+        written.append(i)
+
+    with pictures.Writers() as writers:
+        threading.Timer(0.5, gate.set).start()
+        start = time.monotonic()
+        for i in range(3):
+            writers.write(write, i)
+        assert time.monotonic() - start < 0.4
+        writers.write(write, 3)
+        assert time.monotonic() - start > 0.4
+    assert sorted(written) == [0, 1, 2, 3]
+
+
 class TestPresets:
     def test_published_rows(self):
         """Some of the paper's tables, and what holds for all."""
         assert len(PUBLISHED) == 36 and all(name.startswith("edm2-img") for name in PUBLISHED)
         assert PUBLISHED["edm2-img512-xxl-guid-fid"] == ("edm2-img512-xxl-0939524-0.015", "edm2-img512-xs-uncond-2147483-0.015", 1.2)
         assert PUBLISHED["edm2-img64-s-autog-dino"] == ("edm2-img64-s-1073741-0.105", "edm2-img64-xs-0134217-0.175", 2.2)
+        digest = hashlib.sha256(json.dumps(PUBLISHED).encode()).hexdigest()
+        assert digest.startswith("99460e1fa1d881e8")  # as checked against the published table, row by row
         assert PUBLISHED["edm2-img512-m-dino"] == ("edm2-img512-m-2147483-0.155", None, 1)
         for name, row in PUBLISHED.items():
             guided = any(part in name for part in ("guid", "autog"))
@@ -249,6 +343,12 @@ class TestPresets:
         np.testing.assert_array_equal(by_name, pixels("b", *spelled, "--guidance=1.4"))
         assert (by_name != pixels("c", *options, "--guidance=3")).any()
         np.testing.assert_array_equal(pixels("d", *options, "--guidance=1"), pixels("e", f"--net={net}", "--steps=2", "--seeds=0"))
+        guide = networks / f"{row.gnet}.safetensors"
+        guide.rename(tmp_path / "guide")
+        np.testing.assert_array_equal(
+            pixels("d", *options, "--guidance=1", "--overwrite"), pixels("e", f"--net={net}", "--steps=2", "--seeds=0")
+        )
+        (tmp_path / "guide").rename(guide)
         (networks / f"{row.net}.safetensors").unlink()
         np.testing.assert_array_equal(by_name, pixels("f", *options, f"--net={net}"))
         line = refused(sample.main, f"--outdir={tmp_path / 'g'}", *options)
