@@ -99,7 +99,8 @@ def test_training_without_triton():
 
 def test_tests_of_kernels_need_only_pytorch_and_pytest():
     """A machine with a GPU may have nothing else."""
-    files = [f"tests/test_{name}.py" for name in "adam attention bad_input compile linear ops prepared registration triton_network".split()]
+    names = "adam attention bad_input compile denoisers generate linear ops prepared registration triton_network".split()
+    files = [f"tests/test_{name}.py" for name in names]
     names = "PIL click einops hypothesis matplotlib psutil safetensors sklearn tqdm".split()
     start = without(*names) + "import os, pytest\nos.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'\n"
     assert "tests collected" in python(start + f"sys.exit(pytest.main(['-q', '--collect-only', '-p', 'no:cacheprovider', *{files}]))\n")
