@@ -8,7 +8,7 @@ import click
 
 from edm2 import summary
 from edm2.cli.common import Command, Duration, Float, ImageCount
-from edm2.config import TrainingConfig
+from edm2.config import PRECISIONS, TrainingConfig
 from edm2.interruption import RESUME_ME
 from edm2.network import Precond
 from edm2.training import open_dataset, train
@@ -34,6 +34,8 @@ from edm2.training import open_dataset, train
 @click.option("--decay", metavar="BATCHES", type=Float(0), help="Batches after which it decays; 0 = never.")
 @click.option("--batch-gpu", type=ImageCount(), help="Limit on the batch per GPU; the rest by accumulation.")
 @click.option("--fp16", metavar="BOOL", type=bool, default=True, show_default=True, help="Mixed precision on GPUs?")
+@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Type of activations on GPUs; bf16 also on a CPU.  [as --fp16]")
+@click.option("--compile", type=bool, metavar="BOOL", help="By torch.compile?  [on GPUs]")
 @click.option("--ls", type=Float(above=0), default=1, show_default=True, help="Loss scaling.")
 @click.option("--bench", metavar="BOOL", type=bool, default=True, show_default=True, help="Let cuDNN benchmark?")
 @click.option("--status", type=ImageCount(), help="Interval of status lines; 0 = never.  [128Ki]")

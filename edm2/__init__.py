@@ -17,6 +17,7 @@ from edm2.sampler import edm_sampler
 from edm2.version import __version__
 
 __all__ = [
+    "ArrayDataset",
     "EDM2Loss",
     "EDM2Optimizer",
     "ImageGenerator",
@@ -41,6 +42,7 @@ __all__ = [
 
 # What works on files is imported when it is asked for: networks, losses and optimizers need no more than PyTorch and NumPy.
 _ON_DEMAND = {
+    "ArrayDataset": "data",
     "ImageGenerator": "generate",
     "generate_images": "generate",
     "load_snapshot": "snapshot",

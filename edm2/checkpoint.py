@@ -97,6 +97,7 @@ def check_options(outdir: Path, options: dict[str, Any], may_differ: Iterable[st
     """
     if (outdir / OPTIONS).exists():
         there = ADDED | _read_options(outdir / OPTIONS)
+        there.setdefault("precision", "fp16" if there.get("fp16", True) else "fp32")
         differences = _differences(there, _as_json(options), set(may_differ))
         if differences:
             raise UserError(f"{outdir} holds another run ({'; '.join(differences)}); choose another --outdir")

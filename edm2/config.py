@@ -2,13 +2,16 @@
 
 from dataclasses import asdict, dataclass, replace
 
+import torch
+
 from edm2.errors import UserError
 from edm2.network import Precond
 from edm2.presets import build, get_preset
 
+PRECISIONS = {"fp16": None, "bf16": torch.bfloat16, "fp32": None}  # the type of a network on every device
 RUN_CONTROL = (
     "outdir", "duration", "batch_gpu", "status", "snapshot", "snapshot_dtype", "checkpoint", "workers", "bench", "max_nonfinite",
-    "keep", "max_time",
+    "keep", "max_time", "compile",
 )  # fmt: skip
 """Options that may change when a run is resumed: they steer it, but do not change what a step computes."""
 
@@ -17,11 +20,13 @@ RUN_CONTROL = (
 class TrainingConfig:
     """Options of a run, named as on the command line of `train.py`. None means: as the preset says.
 
-    Counts (duration, batch, status, snapshot, checkpoint) are in images, `decay` in batches; an interval of 0 means
-    never. `init` is a snapshot to start from; `snapshot_dtype` is "fp16" or "fp32"; after `max_nonfinite` steps in a
-    row with non-finite gradients (0: never) the run stops. `label_dropout` is the share of images that go without their label.
-    Of training states the newest `keep` stay (0: all); after `max_time` seconds the run saves itself and stops.
-    `pixel_range`, (0, 1) or (-1, 1), is that of the pixels that a dataset of VAE latents was encoded from.
+    Counts (duration, batch, status, snapshot, checkpoint) are in images, `decay` in batches; an interval of 0 means never.
+    `init` is a snapshot to start from; `snapshot_dtype` is "fp16" or "fp32"; after `max_nonfinite` steps in a row with
+    non-finite gradients (0: never) the run stops. `label_dropout` is the share of images that go without their label.
+    `precision` is what activations are computed in: "bf16" everywhere, "fp16" and "fp32" as `fp16` says (on GPUs; a CPU
+    takes fp32). `compile`: by torch.compile; None means on GPUs. Of training states the newest `keep` stay (0: all); after
+    `max_time` seconds the run saves itself and stops. `pixel_range`, (0, 1) or (-1, 1), is that of the pixels that a
+    dataset of VAE latents was encoded from.
     """
 
     outdir: str
@@ -41,6 +46,7 @@ class TrainingConfig:
     rampup_Mimg: float | None = None
     batch_gpu: int | None = None
     fp16: bool = True
+    precision: str | None = None
     ls: float = 1.0
     bench: bool = True
     status: int | None = None
@@ -54,12 +60,14 @@ class TrainingConfig:
     max_nonfinite: int = 100
     keep: int = 0
     max_time: float | None = None
+    compile: bool | None = None
 
     def resolved(self) -> "TrainingConfig":
         """With the preset's values in the place of None. UserError for an unknown preset."""
         row = get_preset(self.preset)
         absent = [name for name, value in asdict(self).items() if value is None and hasattr(row, name)]
-        return replace(self, **{name: getattr(row, name) for name in absent})
+        precision = self.precision or ("fp16" if self.fp16 else "fp32")
+        return replace(self, precision=precision, fp16=precision != "fp32", **{name: getattr(row, name) for name in absent})
 
     def check(self, world_size: int) -> None:
         """UserError where the counts do not fit together; for a resolved configuration."""
@@ -81,6 +89,8 @@ class TrainingConfig:
             raise UserError(f"--keep {self.keep} is no count of training states")
         if self.max_nonfinite < 0:
             raise UserError(f"--max-nonfinite {self.max_nonfinite} is no count of steps")
+        if self.precision not in PRECISIONS:
+            raise UserError(f"--precision {self.precision} is none of {', '.join(PRECISIONS)}")
         if self.snapshot_dtype not in ("fp16", "fp32"):
             raise UserError(f"--snapshot-dtype {self.snapshot_dtype} is neither fp16 nor fp32")
 
@@ -94,7 +104,7 @@ class TrainingConfig:
         try:
             return build(
                 self.preset, img_resolution, img_channels, label_dim,
-                model_channels=self.channels, dropout=self.dropout, use_fp16=self.fp16,
+                model_channels=self.channels, dropout=self.dropout, use_fp16=self.fp16, dtype=PRECISIONS[self.precision],
             )  # fmt: skip
         except ValueError as e:
             size = f"{img_resolution}x{img_resolution} images"

@@ -7,12 +7,61 @@ import signal
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from edm2.errors import UserError
 from edm2.image_files import ImageFiles
+
+
+class Dataset(Protocol):
+    """What training reads. `image_shape` is (C, H, W), `dtype` uint8 or float32 (latents: 8 channels), `nbytes` the size of all
+    images in memory; indices are integers `[k]`. `load` may bring them there."""
+
+    image_shape: tuple[int, ...]
+    dtype: np.dtype
+    label_dim: int
+    nbytes: int
+
+    def __len__(self) -> int: ...
+
+    def load(self) -> None: ...
+
+    def images(self, indices: Sequence[int]) -> np.ndarray: ...
+
+    def labels(self, indices: Sequence[int]) -> np.ndarray: ...
+
+
+class ArrayDataset:
+    """A `Dataset` of arrays: images uint8 `[n, C, H, W]` (or float32 latents), labels int `[n]`, float32 `[n, label_dim]` or None.
+
+    UserError if their shapes or types are others.
+    """
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray | None = None):
+        if images.ndim != 4 or images.dtype not in (np.uint8, np.float32) or not len(images):
+            raise UserError(f"images: expected uint8 or float32 [n, C, H, W], got {images.dtype} {list(images.shape)}")
+        labels = np.zeros((len(images), 0), np.float32) if labels is None else np.asarray(labels)
+        if labels.ndim == 1 and labels.dtype.kind in "iu" and len(labels) == len(images) and labels.min() >= 0:
+            labels = np.eye(int(labels.max()) + 1, dtype=np.float32)[labels]
+        if labels.ndim != 2 or labels.dtype != np.float32 or len(labels) != len(images):
+            raise UserError(f"labels: expected int [n] from 0 on or float32 [n, label_dim], got {labels.dtype} {list(labels.shape)}")
+        self._images, self._labels = images, labels
+        self.image_shape, self.dtype, self.label_dim, self.nbytes = images.shape[1:], images.dtype, labels.shape[1], images.nbytes
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def load(self) -> None:
+        """They are in memory."""
+
+    def images(self, indices: Sequence[int]) -> np.ndarray:
+        return self._images[np.asarray(indices)]
+
+    def labels(self, indices: Sequence[int]) -> np.ndarray:
+        return self._labels[np.asarray(indices)]
 
 
 class ImageDataset:
@@ -132,7 +181,7 @@ def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def batches(
-    dataset: ImageDataset,
+    dataset: Dataset,
     seed: int,
     start_nimg: int,
     batch_size: int,
@@ -175,7 +224,7 @@ class _BatchReader(torch.utils.data.Dataset):
     """Reads one batch per array of indices. A UserError is returned: raised in a worker, it would reach the parent
     process as the text of a traceback."""
 
-    def __init__(self, dataset: ImageDataset):
+    def __init__(self, dataset: Dataset):
         self.dataset = dataset
 
     def __getitem__(self, indices: np.ndarray):

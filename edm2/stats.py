@@ -44,8 +44,8 @@ class StatusLog:
         self._sums += torch.stack([loss.double(), nonfinite.double()])
         self.bar.update(images)
 
-    def tick(self, nimg: int, lr: float) -> None:
-        """Write a status line for the steps since the last one. UserError if the loss is no longer finite."""
+    def tick(self, nimg: int, lr: float) -> dict[str, Any]:
+        """Write a status line for the steps since the last one, and return it. UserError if the loss is no longer finite."""
         loss, nonfinite = self.procs.sum(self._sums).tolist()
         if not math.isfinite(loss):
             raise UserError(f"the loss is {loss} after {nimg} images: look for damaged data, or lower --lr")
@@ -66,6 +66,7 @@ class StatusLog:
         self._sums, self.tick_nimg, self.tick_time, self.maintenance = self._zeros(), nimg, now, 0.0
         if self.procs.rank == 0:
             self._write(stats)
+        return stats
 
     def pause(self, since: float) -> None:
         """Count the time since `since` (saving files) as maintenance."""

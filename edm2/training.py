@@ -1,7 +1,7 @@
 """The training loop: the order of a step, what is drawn for it, when to save."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from edm2.checkpoint import (
     write_options,
 )
 from edm2.config import RUN_CONTROL, TrainingConfig
-from edm2.data import ImageDataset, batches
+from edm2.data import Dataset, ImageDataset, batches
 from edm2.distributed import Processes, processes
 from edm2.errors import UserError
 from edm2.interruption import Interruption
@@ -34,14 +34,23 @@ from edm2.snapshot import load_snapshot, write_tensors
 from edm2.stats import NonfiniteGuard, StatusLog
 from edm2.weights import StepWeights
 
+BACKEND = "inductor"  # of torch.compile
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
-def train(config: TrainingConfig | Mapping[str, Any]) -> "Trainer":
+def train(
+    config: TrainingConfig | Mapping[str, Any],
+    dataset: Dataset | None = None,
+    net: Precond | None = None,
+    loss: Callable[..., Tensor] = denoising_loss,
+    callback: "Callable[[Trainer, dict[str, Any]], None] | None" = None,
+) -> "Trainer":
     """Train until `config.duration`, resuming from the newest checkpoint in `config.outdir` if there is one.
 
     Leaves `training_options.json`, `stats.jsonl`, network snapshots and training states in `outdir`. Run under
     `torchrun`, the batch is shared among the processes. UserError for bad input, before anything is written.
+    `dataset` takes the place of the files that `config.data` names, `net` that of the preset's network, with its weights,
+    `loss` that of `denoising_loss`, with its signature. `callback` sees every line of statistics in every process.
     After SIGTERM, SIGINT or `config.max_time` it finishes its step, saves a training state and returns, with the reason in
     `interrupted`: the same call resumes it.
     """
@@ -49,7 +58,7 @@ def train(config: TrainingConfig | Mapping[str, Any]) -> "Trainer":
     config, outdir = config.resolved(), Path(config.outdir)
     with processes() as procs:
         check_options(outdir, asdict(config), RUN_CONTROL)
-        trainer = Trainer(config, procs)
+        trainer = Trainer(config, procs, dataset, net, loss)
         trainer.start(load_newest_checkpoint(outdir))
         if procs.rank == 0:
             write_options(outdir, asdict(config))
@@ -61,7 +70,9 @@ def train(config: TrainingConfig | Mapping[str, Any]) -> "Trainer":
                 status.step(trainer.step(), trainer.optimizer.nonfinite, config.batch)
                 guard.step(trainer.optimizer.nonfinite, trainer.nimg)
                 if trainer.due(config.status):
-                    status.tick(trainer.nimg, trainer.lr)
+                    stats = status.tick(trainer.nimg, trainer.lr)
+                    if callback is not None:
+                        callback(trainer, stats)
                 trainer.interrupted = interruption.asked() if trainer.nimg < config.duration else None
                 saving = time.time()
                 if trainer.due(config.snapshot) and procs.rank == 0:
@@ -80,14 +91,22 @@ class Trainer:
     UserError if the configuration, the data and the number of processes do not fit together.
     """
 
-    def __init__(self, config: TrainingConfig, procs: Processes):
+    def __init__(
+        self,
+        config: TrainingConfig,
+        procs: Processes,
+        dataset: Dataset | None = None,
+        net: Precond | None = None,
+        loss: Callable[..., Tensor] = denoising_loss,
+    ):
         self.config, self.procs = config.resolved(), procs
         self.config.check(procs.world_size)
-        self.dataset, self.encoder, self.image_shape = open_dataset(self.config)
-        self.net = self._build().to(procs.device).train()
+        self.dataset, self.encoder, self.image_shape = open_dataset(self.config, dataset)
+        self.net = (self._build() if net is None else self._fitting(net)).to(procs.device).train()
         self.loss = EDM2Loss(self.config.P_mean, self.config.P_std, self.net.sigma_data)
         self.weights = StepWeights(self.net)
         self.optimizer = EDM2Optimizer(self.net, weights=self.weights)
+        self._losses = torch.compile(loss, fullgraph=True, dynamic=False, backend=BACKEND) if self._compiles else loss
         self.nimg, self.lr, self.elapsed = 0, 0.0, 0.0
         self.interrupted: str | None = None  # why the run ended before its time
 
@@ -135,7 +154,7 @@ class Trainer:
             normal, sigma, noise, kept = draws.of_round(slice(start, start + micro))
             images = self.encoder.encode(images, normal)
             labels = labels if kept is None else torch.where(kept[:, None], labels, 0)
-            loss = denoising_loss(self.net, images, sigma, noise * sigma, labels, self.loss.sigma_data)
+            loss = self._losses(self.net, images, sigma, noise * sigma, labels, self.loss.sigma_data)
             (loss.sum() * (config.ls / config.batch)).backward()
             total += loss.detach().mean(dim=(1, 2, 3)).sum()
         return total
@@ -171,6 +190,17 @@ class Trainer:
                 encoder=self.encoder, meta=meta, dtype=DTYPES[self.config.snapshot_dtype],
             )  # fmt: skip
 
+    @property
+    def _compiles(self) -> bool:
+        return self.procs.device.type == "cuda" if self.config.compile is None else self.config.compile
+
+    def _fitting(self, net: Precond) -> Precond:
+        """UserError if a network given does not fit the data."""
+        expected, got = (*self.image_shape[:2], self.dataset.label_dim), (net.img_channels, net.img_resolution, net.label_dim)
+        if got != expected:
+            raise UserError(f"the network takes channels, resolution, labels of {got}, and the data has {expected}")
+        return net
+
     def _build(self) -> Precond:
         torch.manual_seed(self.config.seed)  # on the CPU, so that every device starts from the same weights
         return self.config.build(self.image_shape[1], self.image_shape[0], self.dataset.label_dim)
@@ -191,12 +221,14 @@ def fingerprint(net: Precond) -> Tensor:
     return torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in net.parameters()])
 
 
-def open_dataset(config: TrainingConfig) -> tuple[ImageDataset, Encoder, tuple[int, int, int]]:
-    """The dataset of a run, its encoder, and the shape `(C, H, W)` of what the network sees. UserError if unfit."""
-    dataset = ImageDataset(config.data, use_labels=config.cond, mirror=config.mirror)
+def open_dataset(config: TrainingConfig, dataset: Dataset | None = None) -> tuple[Dataset, Encoder, tuple[int, int, int]]:
+    """The dataset of a run (that which is given), its encoder, and the shape `(C, H, W)` of what the network sees. UserError if
+    unfit."""
+    if dataset is None:
+        dataset = ImageDataset(config.data, use_labels=config.cond, mirror=config.mirror)
     channels, height, width = dataset.image_shape
     if height != width:
-        raise UserError(f"{config.data} holds images of {width}x{height}; training needs square ones")
+        raise UserError(f"{config.data or 'the dataset'} holds images of {width}x{height}; training needs square ones")
     encoder, net_channels = encoder_for(channels, dataset.dtype, config.pixel_range)
     return dataset, encoder, (net_channels, height, width)
 
