@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense fp16 tensor cores, from the data sheets
-
 
 def describe() -> dict[str, Any]:
     """Device, driver, clocks, power limit, versions and commit, for the head of every result."""
@@ -27,14 +25,6 @@ def slug() -> str:
     if not torch.cuda.is_available():
         return "cpu"
     return "-".join(torch.cuda.get_device_name().lower().split()[:2])
-
-
-def peak_flops() -> float | None:
-    """The device's fp16 peak in FLOP/s, None where it is not known."""
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name()
-    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if key in name), None)
 
 
 def _nvidia_smi(query: list[str]) -> list[str]:

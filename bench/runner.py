@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 import kernels
 from bench.case import REFERENCE, Case
-from bench.machine import describe, peak_flops
+from bench.machine import describe
 from bench.measure import measure_in_turn
-from edm2.backends import full_precision
+from edm2.backends import full_precision, peak_flops
 from edm2.files import make_folder, replacing
 
 CEILINGS = {"kernels/gemm/square": "TFLOP/s", "kernels/copy": "GB/s"}
@@ -216,8 +216,8 @@ def _shares(case: Case, facts: dict[str, Any], ceilings: dict[str, float]) -> di
     shares = {f"share of {unit}": rate / ceilings[unit] for unit, rate in rates.items() if ceilings.get(unit)}
     if case.images:
         rates["images/s"] = case.images / facts["median"]
-        if case.group == "train" and peak_flops():
-            shares["MFU"] = case.flops / facts["median"] / peak_flops()
+        if case.group == "train" and (peak := peak_flops(this_device())):
+            shares["MFU"] = case.flops / facts["median"] / peak
     return rates | shares
 
 

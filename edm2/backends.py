@@ -6,6 +6,16 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense fp16 tensor cores, from the data sheets
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The fp16 peak of a GPU in FLOP/s; None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if key in name), None)
+
 
 def full_precision(benchmark: bool = True) -> None:
     """Full fp32 products and full-precision sums of fp16 ones, as in the paper (appendix D.2).

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from edm2.backends import peak_flops
 from edm2.distributed import Processes
 from edm2.errors import UserError
 from edm2.files import replacing
@@ -21,12 +22,15 @@ GiB = 2**30
 class StatusLog:
     """Collects the loss between two status lines without synchronising the device; the first process writes.
 
-    `elapsed` is the time in seconds that the run had taken before this process started.
+    `elapsed` is the time in seconds that the run had taken before this process started, `flops` those of an image's forward
+    and backward.
     """
 
-    def __init__(self, outdir: Path, procs: Processes, nimg: int, duration: int, elapsed: float):
+    def __init__(self, outdir: Path, procs: Processes, nimg: int, duration: int, elapsed: float, flops: float):
         self.path, self.procs = outdir / "stats.jsonl", procs
         self.start = time.time() - elapsed
+        peak = peak_flops(procs.device)
+        self.share_of_peak = None if peak is None else flops / peak / procs.world_size
         self.tick_nimg, self.tick_time, self.maintenance = nimg, time.time(), 0.0
         self._sums = self._zeros()
         quiet = procs.rank > 0
@@ -44,23 +48,28 @@ class StatusLog:
         self._sums += torch.stack([loss.double(), nonfinite.double()])
         self.bar.update(images)
 
-    def tick(self, nimg: int, lr: float) -> dict[str, Any]:
-        """Write a status line for the steps since the last one, and return it. UserError if the loss is no longer finite."""
+    def tick(self, nimg: int, lr: float, more: dict[str, Any]) -> dict[str, Any]:
+        """Write a status line for the steps since the last one, with `more`, and return it. UserError if the loss is no longer
+        finite."""
         loss, nonfinite = self.procs.sum(self._sums).tolist()
         if not math.isfinite(loss):
             raise UserError(f"the loss is {loss} after {nimg} images: look for damaged data, or lower --lr")
         now, images = time.time(), nimg - self.tick_nimg
+        rate = images / (now - self.tick_time - self.maintenance)
         stats = {
             "Progress/kimg": nimg / 1000,
             "Timing/total_sec": now - self.start,
             "Timing/sec_per_tick": now - self.tick_time,
-            "Timing/sec_per_kimg": (now - self.tick_time - self.maintenance) / images * 1000,
+            "Timing/sec_per_kimg": 1000 / rate,
             "Timing/maintenance_sec": self.maintenance,
             "Resources/cpu_mem_gb": psutil.Process().memory_info().rss / GiB,
             **_gpu_memory(self.procs.device),
             "Loss/loss": loss / images,
             "Loss/learning_rate": lr,
             "Loss/nonfinite_gradients": int(nonfinite) // self.procs.world_size,
+            "Throughput/images_per_sec": rate,
+            "Throughput/MFU": None if self.share_of_peak is None else rate * self.share_of_peak,
+            **more,
             "timestamp": now,
         }
         self._sums, self.tick_nimg, self.tick_time, self.maintenance = self._zeros(), nimg, now, 0.0
@@ -116,12 +125,12 @@ class NonfiniteGuard:
             raise UserError(f"{reason}: look for damaged data, lower --lr or --ls, or raise --max-nonfinite")
 
 
-def read_stats(run: str | Path) -> list[dict[str, float]]:
+def read_stats(run: str | Path) -> list[dict[str, Any]]:
     """The status lines of a run's folder, oldest first. UserError if there are none to read."""
     path = Path(run) / "stats.jsonl"
     try:
         stats = [json.loads(line) for line in path.read_text().splitlines()]
-        return [{key: float(value) for key, value in line.items()} for line in stats]
+        return [{key: value if isinstance(value, dict | None) else float(value) for key, value in line.items()} for line in stats]
     except (OSError, AttributeError, TypeError, ValueError) as e:
         raise UserError(f"{path} cannot be read ({e}); give the --outdir of a training run") from e
 

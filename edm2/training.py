@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edm2.backends import full_precision, keep_freed_memory
+from edm2.backends import full_precision, keep_freed_memory, peak_flops
 from edm2.checkpoint import (
     check_options,
     drop_old_checkpoints,
@@ -22,6 +22,7 @@ from edm2.checkpoint import (
 )
 from edm2.config import RUN_CONTROL, TrainingConfig
 from edm2.data import Dataset, ImageDataset, batches
+from edm2.diagnostics import NoiseLevels, gradient_norm, magnitudes
 from edm2.distributed import Processes, processes
 from edm2.errors import UserError
 from edm2.interruption import Interruption
@@ -32,9 +33,11 @@ from edm2.network import Precond
 from edm2.optimizer import EDM2Optimizer, learning_rate_schedule
 from edm2.snapshot import load_snapshot, write_tensors
 from edm2.stats import NonfiniteGuard, StatusLog
+from edm2.summary import multiply_adds
 from edm2.weights import StepWeights
 
 BACKEND = "inductor"  # of torch.compile
+DIAGNOSED = 16  # images
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -63,14 +66,14 @@ def train(
         if procs.rank == 0:
             write_options(outdir, asdict(config))
             remove_leftovers(outdir)
-        status = StatusLog(outdir, procs, trainer.nimg, config.duration, trainer.elapsed)
+        status = StatusLog(outdir, procs, trainer.nimg, config.duration, trainer.elapsed, trainer.flops)
         guard = NonfiniteGuard(config.max_nonfinite, procs.device)
         with Interruption(procs, config.max_time) as interruption:
             while trainer.nimg < config.duration and trainer.interrupted is None:
                 status.step(trainer.step(), trainer.optimizer.nonfinite, config.batch)
                 guard.step(trainer.optimizer.nonfinite, trainer.nimg)
                 if trainer.due(config.status):
-                    stats = status.tick(trainer.nimg, trainer.lr)
+                    stats = status.tick(trainer.nimg, trainer.lr, trainer.diagnosis())
                     if callback is not None:
                         callback(trainer, stats)
                 trainer.interrupted = interruption.asked() if trainer.nimg < config.duration else None
@@ -103,6 +106,7 @@ class Trainer:
         self.config.check(procs.world_size)
         self.dataset, self.encoder, self.image_shape = open_dataset(self.config, dataset)
         self.net = (self._build() if net is None else self._fitting(net)).to(procs.device).train()
+        self.levels = NoiseLevels(procs, weighted=loss is denoising_loss)
         self.loss = EDM2Loss(self.config.P_mean, self.config.P_std, self.net.sigma_data)
         self.weights = StepWeights(self.net)
         self.optimizer = EDM2Optimizer(self.net, weights=self.weights)
@@ -156,8 +160,23 @@ class Trainer:
             labels = labels if kept is None else torch.where(kept[:, None], labels, 0)
             loss = self._losses(self.net, images, sigma, noise * sigma, labels, self.loss.sigma_data)
             (loss.sum() * (config.ls / config.batch)).backward()
-            total += loss.detach().mean(dim=(1, 2, 3)).sum()
+            means = loss.detach().mean(dim=(1, 2, 3))
+            total += means.sum()
+            self.levels.add(self.net, sigma, means)
+        self._some = (images + noise * sigma)[:DIAGNOSED], sigma[:DIAGNOSED], labels[:DIAGNOSED]
         return total
+
+    def diagnosis(self) -> dict[str, Any]:
+        """Of the steps since the last call, by noise level; of the last step, its gradients and some of its images by block."""
+        facts = {"Loss/by_noise_level": self.levels.take(), "Gradients/norm": gradient_norm(self.weights.gradients())}
+        if self.procs.rank == 0:
+            facts |= {f"Magnitudes/{key}": values for key, values in magnitudes(self.net, *self._some).items()}
+        return facts
+
+    @property
+    def flops(self) -> float:
+        """Of an image's forward and backward, in operations that count towards MFU."""
+        return 6.0 * multiply_adds(lambda: Precond(**self.net.config)) if peak_flops(self.procs.device) else 0.0
 
     def due(self, interval: int) -> bool:
         """Does something that happens every `interval` images (0: never), and at the end, happen now?"""

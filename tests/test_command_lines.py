@@ -116,6 +116,13 @@ class TestTools:
         result = call(tools, "plot", tmp_path / "run")
         assert result.exit_code == 0, result.output
         with Image.open(tmp_path / "run" / "loss.png") as image:
+            assert image.size == (840, 1440)
+        stats = tmp_path / "run" / "stats.jsonl"
+        keys = "Progress/kimg", "Loss/loss", "Loss/learning_rate"  # all that runs of before told
+        lines = [{key: json.loads(line)[key] for key in keys} for line in stats.read_text().splitlines()]
+        stats.write_text("\n".join(map(json.dumps, lines)))
+        assert call(tools, "plot", tmp_path / "run", f"--out={tmp_path}/old.png").exit_code == 0
+        with Image.open(tmp_path / "old.png") as image:
             assert image.size == (840, 480)
 
     def test_plot_of_nothing(self, tmp_path):

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 
 # From the ground up: a module may import those before it.
 EDM2 = """version errors files pictures published backends image_files data latents vae layers network weights folding guidance graphs
-denoisers loss presets phema optimizer sampler summary config distributed interruption stats snapshot checkpoint training generate samples
-pipeline""".split()
+denoisers loss presets phema optimizer sampler summary config distributed diagnostics interruption stats snapshot checkpoint
+training generate samples pipeline""".split()
 
 
 def imports(path: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,32 +14,63 @@ from edm2.stats import read_stats
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--out", metavar="PNG", type=click.Path(path_type=Path), help="Where to.  [default: RUN/loss.png]")
 def plot(run: Path, out: Path | None) -> None:
-    """Draw the loss and the learning rate of the training run in the folder RUN."""
+    """Draw what the training run in the folder RUN tells of itself: its loss and learning rate; the error by noise level, and
+    what the network's u(sigma) takes it for; magnitudes of activations by block."""
     stats = read_stats(run)
     if not stats:
         raise UserError(f"{run}/stats.jsonl is empty: the run has not reached its first status line")
     out = out or run / "loss.png"
-    draw_loss(stats, out)
+    draw(stats, out)
     click.echo(f"wrote {out}")
 
 
-def draw_loss(stats: list[dict[str, float]], out: Path) -> None:
-    """Loss and learning rate over thousands of images, as PNG. UserError without matplotlib."""
+def draw(stats: list[dict[str, Any]], out: Path) -> None:
+    """As PNG, what of it the lines hold. UserError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise UserError("plots need matplotlib: pip install 'edm2-triton[plot]'") from e
-    keys = "Progress/kimg", "Loss/loss", "Loss/learning_rate"
-    kimg, loss, lr = ([line.get(key, math.nan) for line in stats] for key in keys)
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    axes.plot(kimg, loss, color="tab:blue")
-    axes.set(xlabel="training images (thousands)", ylabel="loss, mean per element: λ·(D − y)²/exp(u) + u")
-    axes.grid(alpha=0.3)
-    right = axes.twinx()
-    right.plot(kimg, lr, color="tab:grey", linewidth=1, linestyle="--")
-    right.set(ylabel="learning rate (dashed)", ylim=(0, None))
+    told = [line for line in stats if "Loss/by_noise_level" in line and "Magnitudes/activations" in line]  # not by older runs
+    figure = Figure(figsize=(7, 12 if told else 4), dpi=120, layout="constrained")
+    axes = figure.subplots(3 if told else 1, squeeze=False)[:, 0]
+    _draw_loss(axes[0], stats)
+    if told:
+        _draw_error(axes[1], told[-1]["Loss/by_noise_level"])
+        _draw_magnitudes(axes[2], told)
     try:
         figure.savefig(out)
     except OSError as e:
         raise UserError(f"cannot write {out}: {e.strerror or e}") from e
+
+
+def _draw_loss(axes: Any, stats: list[dict[str, Any]]) -> None:
+    keys = "Progress/kimg", "Loss/loss", "Loss/learning_rate"
+    kimg, loss, lr = ([line.get(key, math.nan) for line in stats] for key in keys)
+    axes.plot(kimg, loss, color="tab:blue")
+    axes.set(xlabel="training images (thousands)", ylabel="loss: λ·(D − y)²/exp(u) + u")
+    axes.grid(alpha=0.3)
+    right = axes.twinx()
+    right.plot(kimg, lr, color="tab:grey", linewidth=1, linestyle="--")
+    right.set(ylabel="learning rate (dashed)", ylim=(0, None))
+
+
+def _draw_error(axes: Any, levels: dict[str, list[float | None]]) -> None:
+    """Of the last line: where u(σ) has learnt the error, the curves meet."""
+    rows = [row for row in zip(levels["sigma"], levels["error"], levels["u"]) if None not in row]
+    sigma, error, u = zip(*rows) if rows else ((), (), ())
+    axes.plot(sigma, error, "o", color="tab:blue", label="λ·(D − y)², mean of the last images")
+    axes.plot(sigma, [math.exp(x) for x in u], color="tab:orange", label="exp u(σ), what the network takes it for")
+    axes.set(xlabel="noise level σ", ylabel="weighted error", xscale="log", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _draw_magnitudes(axes: Any, stats: list[dict[str, Any]]) -> None:
+    """A line for each status line, the last the darkest."""
+    blocks = list(stats[-1]["Magnitudes/activations"])
+    for i, line in enumerate(stats):
+        values = [line["Magnitudes/activations"].get(name) or math.nan for name in blocks]
+        axes.plot(range(len(blocks)), values, color="tab:blue", alpha=1 if line is stats[-1] else 0.1 + 0.4 * i / len(stats))
+    axes.set(xlabel="block, in the order of the forward pass", ylabel="RMS of its output; the last line dark", ylim=(0, None))
+    axes.set_xticks(range(len(blocks)), blocks, rotation=90, fontsize=6)
+    axes.grid(alpha=0.3)
