@@ -27,6 +27,10 @@ class Processes:
             dist.all_reduce(x)
         return x
 
+    def start_sum(self, x: Tensor) -> Any:
+        """Begin `sum`; x holds it after `wait()` of the result."""
+        return dist.all_reduce(x, async_op=True)
+
     def highest(self, number: int) -> int:
         """The highest of all processes' numbers. Their hosts wait for each other, not for a GPU."""
         if self.world_size == 1:

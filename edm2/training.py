@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from edm2.optimizer import EDM2Optimizer, learning_rate_schedule
 from edm2.snapshot import load_snapshot, write_tensors
 from edm2.stats import NonfiniteGuard, StatusLog
 from edm2.summary import multiply_adds
-from edm2.weights import StepWeights
+from edm2.weights import BUCKET, StepWeights
 
 BACKEND = "inductor"  # of torch.compile
 DIAGNOSED = 16  # images
@@ -108,7 +109,7 @@ class Trainer:
         self.net = (self._build() if net is None else self._fitting(net)).to(procs.device).train()
         self.levels = NoiseLevels(procs, weighted=loss is denoising_loss)
         self.loss = EDM2Loss(self.config.P_mean, self.config.P_std, self.net.sigma_data)
-        self.weights = StepWeights(self.net)
+        self.weights = StepWeights(self.net, None if procs.world_size == 1 else BUCKET)
         self.optimizer = EDM2Optimizer(self.net, weights=self.weights)
         self._losses = torch.compile(loss, fullgraph=True, dynamic=False, backend=BACKEND) if self._compiles else loss
         self.nimg, self.lr, self.elapsed = 0, 0.0, 0.0
@@ -139,9 +140,7 @@ class Trainer:
         self.optimizer.zero_grad()
         with self.weights.prepared():
             total = self._gradients()
-        self.weights.project()
-        for gradient in self.weights.gradients():
-            self.procs.sum(gradient)
+        self.weights.project(self._start_sum)
         self.lr = learning_rate_schedule(self.nimg, config.batch, config.lr, config.decay, config.rampup_Mimg)
         self.nimg += config.batch
         self.optimizer.step(self.lr, self.nimg, config.batch)
@@ -159,12 +158,18 @@ class Trainer:
             images = self.encoder.encode(images, normal)
             labels = labels if kept is None else torch.where(kept[:, None], labels, 0)
             loss = self._losses(self.net, images, sigma, noise * sigma, labels, self.loss.sigma_data)
-            (loss.sum() * (config.ls / config.batch)).backward()
+            last = start + micro == share and self._start_sum is not None
+            with self.weights.summing(self._start_sum) if last else nullcontext():
+                (loss.sum() * (config.ls / config.batch)).backward()
             means = loss.detach().mean(dim=(1, 2, 3))
             total += means.sum()
             self.levels.add(self.net, sigma, means)
         self._some = (images + noise * sigma)[:DIAGNOSED], sigma[:DIAGNOSED], labels[:DIAGNOSED]
         return total
+
+    @property
+    def _start_sum(self) -> Callable[[Tensor], Any] | None:
+        return None if self.procs.world_size == 1 else self.procs.start_sum
 
     def diagnosis(self) -> dict[str, Any]:
         """Of the steps since the last call, by noise level; of the last step, its gradients and some of its images by block."""
