@@ -32,6 +32,7 @@ GROUPS = {
     "block": "One encoder and one decoder block at each level of EDM2-S, forward and backward.",
     "train": "Training steps: images per second, MFU, phases, peak memory.",
     "sample": "Evaluations of the network: milliseconds and images per second.",
+    "data": "Reading training data: latents per second.",
     "difference": "Ends of trajectories in fp16: how far from those in fp32.",
     "optimizer": "The optimizer's step alone.",
 }

@@ -15,6 +15,7 @@ from bench.fused import FUSIONS, Site, fused_case, fused_cases
 from bench.library import attention_case, ceiling_cases, copy_case, gemm_case, sdpa_cases
 from bench.models import block_case, compiled_case, optimizer_case, train_case
 from bench.ops import Call, op_case, op_cases
+from bench.reading import reading_case
 from bench.sampling import difference_case, sample_case
 from bench.weights import weights_case
 
@@ -56,6 +57,8 @@ def group_cases(group: str) -> Iterator[Case]:
                 yield sample_case(preset, batch, steps=STEPS, guided=True)
                 yield sample_case(preset, batch, steps=STEPS, decoded=True)
                 yield sample_case(preset, batch, steps=STEPS, guided=True, decoded=True)
+    elif group == "data":
+        yield reading_case(256)
     elif group == "difference":
         yield difference_case("digits", 64, STEPS, needs_gpu=False)
         yield from (difference_case(preset, 64, STEPS) for preset in PRESETS)
@@ -116,6 +119,7 @@ def rehearsal_cases() -> Iterator[Case]:
     yield sample_case("digits", 8, steps=2, guided=True, needs_gpu=False)
     yield sample_case("digits", 8, steps=2, decoded=True, needs_gpu=False)
     yield difference_case("digits", 8, 2, needs_gpu=False)
+    yield reading_case(8, files=32)
     yield optimizer_case("digits", needs_gpu=False)
 
 

@@ -17,6 +17,7 @@ BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 TITLES = {
     "train": "Training steps",
     "sample": "Evaluations of the network",
+    "data": "Reading training data, by two worker processes",
     "difference": "Ends of trajectories in fp16, their relative difference from fp32",
     "optimizer": "The optimizer's step alone",
     "block": "One block, forward and backward",

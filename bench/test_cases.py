@@ -24,6 +24,8 @@ def candidates_of(case: Case) -> tuple[str | None, ...]:
         return "eager channels-last", f"compile {mode}"
     if case.group == "kernels" and case.name.startswith("kernels/conv") and not case.compiles:
         return "cuDNN", "edm2"
+    if case.group == "data":
+        return "edm2", "edm2 from memory"
     if case.group == "difference":
         return "eager", "edm2"
     return OWN_KERNELS if case.group == "kernels" and case.compiles else BY_GROUP[case.group]

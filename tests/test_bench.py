@@ -143,7 +143,7 @@ class TestRunner:
     def test_rehearsal(self, tmp_path, monkeypatch):
         """Every kind of case, and equal losses, on small sizes."""
         monkeypatch.chdir(tmp_path)
-        for command in (groups := ("kernels", "block", "train", "sample", "difference", "optimizer")):
+        for command in (groups := ("kernels", "block", "train", "sample", "data", "difference", "optimizer")):
             result = CliRunner().invoke(main, [command, "--dry-run"])
             assert result.exit_code == 0 and "failure" not in result.output and "above" not in result.output, result.output
         stored = [json.loads(path.read_text()) for path in (tmp_path / "out" / "rehearsal").iterdir()]

@@ -82,6 +82,7 @@ def all_results() -> list[dict]:
     size = {"preset": "edm2-img512-s", "batch": 8}
     others = [
         case("sample/edm2-img512-s/n8", {"eager": measured(0.04), "edm2": measured(0.016)}, 1e12, **size),
+        case("data/latents/n256", {"edm2": measured(0.05)}, batch=256),
         case("difference/edm2-img512-s/n64", {"eager": measured(3, error=1e-3), "edm2": measured(2, error=8e-4)}, **size),
         case("block/edm2-img512-s/64x64/n8", {"eager": measured(0.01), "edm2": measured(0.005)}, **size),
         case("optimizer/edm2-img512-s", {"eager": measured(0.02), "edm2": measured(0.005)}, bytes=1.3e10, preset="edm2-img512-s"),
@@ -173,12 +174,12 @@ class TestTables:
         update(root)
         text = (root / "README.md").read_text()
         assert "on nvidia-h100: failed; eager unmeasured, compile unmeasured;" in text
-        assert "Unmeasured here: evaluations of the network; ends of trajectories in fp16, their relative difference from fp32; the" in text
+        assert "Unmeasured here: evaluations of the network; reading training data, by two worker processes; ends of trajectories" in text
 
     def test_the_full_page_has_every_candidate(self, root, lines):
         text = (root / "docs" / "bench" / "nvidia-h200.md").read_text()
         cases = text.partition("## Training steps")[2].splitlines()
-        assert sum(line.startswith("| ") for line in cases) == sum(len(c["candidates"]) for c in all_results()) + 6  # headers
+        assert sum(line.startswith("| ") for line in cases) == sum(len(c["candidates"]) for c in all_results()) + 7  # headers
         assert r"| kernels/attention/n8-64x12 | SDPA | failed: no kernel \| image |" in text
         row = "| train/edm2-img512-s/n64 | edm2 | 130 (127–134) | 492 images/s, 769 TFLOP/s (110%) | 20.0%"
         assert f"{row} | data 2.6, forward 39, backward 75.4, optimizer 13 | 30.00 | 0.0e+00 |" in text
