@@ -2,7 +2,6 @@
 
 import math
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import click
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from edm2.backends import full_precision
 from edm2.cli.common import Command, Float, ImageCount, Interval, IntList
-from edm2.distributed import Processes, processes
+from edm2.distributed import processes
 from edm2.errors import UserError
 from edm2.files import sha256
 from edm2.folding import fold
@@ -22,14 +20,13 @@ from edm2.generate import ImageGenerator
 from edm2.guidance import Unlabelled
 from edm2.latents import Encoder, LatentEncoder, RGBEncoder
 from edm2.network import Precond
-from edm2.pictures import Writers, tile, write_png
+from edm2.pictures import tile, write_png
 from edm2.published import Published, published_files
 from edm2.sampler import Heun
-from edm2.samples import Sample, SampleFolder
+from edm2.samples import SampleFolder, list_samples, make_samples
 from edm2.snapshot import Snapshot, load_snapshot
 from edm2.vae import load_vae
 
-LINE_INTERVAL = 60.0  # seconds
 NETWORKS = os.environ.get("EDM2_NETWORKS", "~/.cache/edm2")
 
 
@@ -82,67 +79,10 @@ def main(
             raise UserError(f"--grid {grid} has the name of a sample")
         generate = ImageGenerator(snapshot.net, guide, encoder, fast)
         generate.check_classes(class_idx)
-        make(generate, folder, samples, heun, batch, overwrite, procs)
+        make_samples(generate, folder, samples, heun, batch, overwrite, procs)
         if grid and procs.rank == 0:
             images = folder.images([sample.seed for sample in samples])
             write_png(grid, tile(images, min(columns, len(images)), scale))
-
-
-def make(
-    generate: ImageGenerator, folder: SampleFolder, samples: list[Sample], heun: Heun, batch: int, overwrite: bool, procs: Processes
-) -> None:
-    """Those samples that are not there yet, shared among the processes; says what it came to."""
-    todo = procs.share([sample for sample in samples if overwrite or not folder.has(sample)] if procs.rank == 0 else None)
-    replaced = sum(folder.file(sample.seed).exists() for sample in todo) if procs.rank == 0 else 0
-    mine = todo[procs.rank :: procs.world_size]
-    classes = [sample.class_idx for sample in mine] if mine and mine[0].class_idx is not None else None
-    left = iter(mine)
-    with Writers() as writers, Progress(len(mine), procs) as progress:
-        for part in generate([sample.seed for sample in mine], classes, batch, **asdict(heun)):
-            folder.save([next(left) for _ in part.seeds], part, writers)
-            progress.update(len(part.seeds))
-    procs.barrier()  # when all have written theirs
-    if procs.rank == 0:
-        there = len(samples) - len(todo)
-        text = f"{len(todo)} images in {progress.seconds:.1f} s, {len(todo) / progress.seconds:.3g} images/s"
-        text += f"; {there} were there already" if there else ""
-        click.echo(text + (f"; {replaced} replaced files that were made otherwise" if replaced and not overwrite else ""))
-
-
-class Progress:
-    """A bar for the first process's share; where nobody sees one, in a log, a line every minute."""
-
-    def __init__(self, total: int, procs: Processes):
-        self.total, self.made, self.start, self.told = total, 0, time.perf_counter(), time.perf_counter()
-        self.bar = tqdm(total=total, unit="img", disable=True if procs.rank else None)
-        self.lines = procs.rank == 0 and self.bar.disable
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.start
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def update(self, images: int) -> None:
-        self.made += images
-        self.bar.update(images)
-        if self.lines and time.perf_counter() - self.told >= LINE_INTERVAL:
-            self.told = time.perf_counter()
-            click.echo(f"{self.made} of {self.total} images, {self.made / self.seconds:.3g} images/s")
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-
-def list_samples(seeds: list[int], class_idx: list[int] | None) -> list[Sample]:
-    """Each seed once, with its class. UserError for a seed with two."""
-    samples = dict.fromkeys(Sample(seed, class_idx and class_idx[i % len(class_idx)]) for i, seed in enumerate(seeds))
-    classes: dict[int, int | None] = {}
-    for sample in samples:
-        if classes.setdefault(sample.seed, sample.class_idx) != sample.class_idx:
-            raise UserError(f"--class gives seed {sample.seed} two classes: a seed has one image")
-    return list(samples)
 
 
 def choose_files(preset: str | None, networks: Path, net: str | None, gnet: str | None, guidance: float | None) -> Published:

@@ -2,11 +2,13 @@
 
 import io
 import json
+import shutil
+import weakref
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 import numpy as np
 import torch
@@ -25,8 +27,8 @@ def reading_case(batch: int, files: int = FILES) -> Case:
     """
 
     def build(device: torch.device) -> Candidates:
-        folder = TemporaryDirectory()  # removed when its last reader is
-        archive = write_archive(Path(folder.name) / "latents.zip", files)
+        folder = _Folder()
+        archive = write_archive(folder.path / "latents.zip", files)
 
         def reader(**how: int) -> Callable[[], tuple]:
             stream = batches(ImageDataset(archive), 0, 0, batch, **how)
@@ -37,7 +39,15 @@ def reading_case(batch: int, files: int = FILES) -> Case:
     return Case(f"data/latents/n{batch}", build, images=batch, facts={"batch": batch}, needs_gpu=False, flush=False, dtype="float32")
 
 
-def _next(stream, folder: TemporaryDirectory) -> tuple:
+class _Folder:
+    """A temporary one, removed when its last reader goes."""
+
+    def __init__(self):
+        self.path = Path(mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
+def _next(stream: Iterator[tuple], folder: _Folder) -> tuple:
     return next(stream)
 
 

@@ -1,15 +1,23 @@
 """A folder of samples, one file for each seed, that know how they were made: PNG images, or VAE latents as arrays."""
 
 import json
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
-from edm2.generate import Batch
+from edm2.distributed import Processes
+from edm2.errors import UserError
+from edm2.generate import Batch, ImageGenerator
 from edm2.latents import Encoder
 from edm2.pictures import Writers, read_facts, read_png, write_array, write_png
+from edm2.sampler import Heun
+
+LINE_INTERVAL = 60.0  # seconds
 
 
 class Sample(NamedTuple):
@@ -45,3 +53,60 @@ class SampleFolder:
 
     def _facts(self, sample: Sample) -> dict[str, Any]:
         return json.loads(json.dumps(self.recipe | sample._asdict()))
+
+
+def list_samples(seeds: list[int], class_idx: list[int] | None) -> list[Sample]:
+    """Each seed once, with its class. UserError for a seed with two."""
+    samples = dict.fromkeys(Sample(seed, class_idx and class_idx[i % len(class_idx)]) for i, seed in enumerate(seeds))
+    classes: dict[int, int | None] = {}
+    for sample in samples:
+        if classes.setdefault(sample.seed, sample.class_idx) != sample.class_idx:
+            raise UserError(f"--class gives seed {sample.seed} two classes: a seed has one image")
+    return list(samples)
+
+
+def make_samples(
+    generate: ImageGenerator, folder: SampleFolder, samples: list[Sample], heun: Heun, batch: int, overwrite: bool, procs: Processes
+) -> None:
+    """Those samples that are not there yet, shared among the processes; says what it came to."""
+    todo = procs.share([sample for sample in samples if overwrite or not folder.has(sample)] if procs.rank == 0 else None)
+    replaced = sum(folder.file(sample.seed).exists() for sample in todo) if procs.rank == 0 else 0
+    mine = todo[procs.rank :: procs.world_size]
+    classes = [sample.class_idx for sample in mine] if mine and mine[0].class_idx is not None else None
+    left = iter(mine)
+    with Writers() as writers, Progress(len(mine), procs) as progress:
+        for part in generate([sample.seed for sample in mine], classes, batch, **asdict(heun)):
+            folder.save([next(left) for _ in part.seeds], part, writers)
+            progress.update(len(part.seeds))
+    procs.barrier()  # when all have written theirs
+    if procs.rank == 0:
+        there = len(samples) - len(todo)
+        text = f"{len(todo)} images in {progress.seconds:.1f} s, {len(todo) / progress.seconds:.3g} images/s"
+        text += f"; {there} were there already" if there else ""
+        tqdm.write(text + (f"; {replaced} replaced files that were made otherwise" if replaced and not overwrite else ""))
+
+
+class Progress:
+    """A bar for the first process's share; where nobody sees one, in a log, a line every minute."""
+
+    def __init__(self, total: int, procs: Processes):
+        self.total, self.made, self.start, self.told = total, 0, time.perf_counter(), time.perf_counter()
+        self.bar = tqdm(total=total, unit="img", disable=True if procs.rank else None)
+        self.lines = procs.rank == 0 and self.bar.disable
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def update(self, images: int) -> None:
+        self.made += images
+        self.bar.update(images)
+        if self.lines and time.perf_counter() - self.told >= LINE_INTERVAL:
+            self.told = time.perf_counter()
+            tqdm.write(f"{self.made} of {self.total} images, {self.made / self.seconds:.3g} images/s")
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()

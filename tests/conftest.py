@@ -9,6 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     import edm2
+    from edm2.config import TrainingConfig
 
 # Nothing more here: a machine with a GPU may have nothing else, and its tests need nothing else.
 
@@ -128,6 +129,17 @@ def net(tmp_path):
     path = tmp_path / "net.safetensors"
     edm2.save_snapshot(path, small_net(5), encoder=RGBEncoder())
     return path
+
+
+@pytest.fixture()
+def config(tmp_path, digits_zip) -> "TrainingConfig":
+    """A run of eight steps of 16 images; the learning rate is high from the start, so that an error in it shows."""
+    from edm2.config import TrainingConfig
+
+    return TrainingConfig(
+        outdir=str(tmp_path / "run"), data=str(digits_zip), preset="digits", batch=16, duration=128, status=32,
+        snapshot=64, checkpoint=64, rampup_Mimg=64e-6, snapshot_dtype="fp32",
+    )  # fmt: skip
 
 
 @pytest.fixture(params=["folder", "file.zip"])

@@ -14,14 +14,14 @@ from PIL import Image
 
 import edm2
 import sample
-from edm2 import pictures
+from edm2 import pictures, samples
 from edm2.distributed import Processes
 from edm2.generate import ImageGenerator
 from edm2.latents import LatentEncoder, RGBEncoder
 from edm2.pictures import GAP
 from edm2.published import PUBLISHED, URL
 from edm2.sampler import Heun
-from edm2.samples import Sample, SampleFolder
+from edm2.samples import Sample, SampleFolder, make_samples
 from tests.command_lines import ROOT, call, refused, small_net
 from tests.conftest import tiny_net
 from tests.test_vae import plain, save_tiny
@@ -83,11 +83,11 @@ class TestSample:
         generate, folder = ImageGenerator(network), Folder(net.parent, False, RGBEncoder(), {})
         for rank, seeds in enumerate(([0, 3, 5, 7], [1, 4, 6])):
             made.clear()
-            sample.make(generate, folder, samples, Heun(1), 2, False, Two(rank, 2, torch.device("cpu")))
+            make_samples(generate, folder, samples, Heun(1), 2, False, Two(rank, 2, torch.device("cpu")))
             assert [each.seed for each in made] == seeds
 
     def test_progress_in_a_log(self, net, tmp_path, monkeypatch):
-        monkeypatch.setattr(sample, "LINE_INTERVAL", 0.0)
+        monkeypatch.setattr(samples, "LINE_INTERVAL", 0.0)
         result = call(sample.main, f"--net={net}", f"--outdir={tmp_path}", "--steps=1", "--seeds=0-4", "--batch=2")
         assert [line.split(",")[0] for line in result.output.splitlines()[:3]] == [f"{n} of 5 images" for n in (2, 4, 5)]
 
