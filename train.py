@@ -50,6 +50,7 @@ from edm2.training import open_dataset, train
               help="Stop after so many in a row with non-finite gradients; 0 = never.")  # fmt: skip
 @click.option("--keep", metavar="INT", type=click.IntRange(min=0), default=0, show_default=True,
               help="Delete all but so many of the newest training checkpoints; 0 = none.")  # fmt: skip
+@click.option("--shard", is_flag=True, help="Spread Adam's moments and the averages over the processes: memory for more images.")
 @click.option("--max-time", type=Duration(), help="Save and stop after this time, e.g. 11:50:00 or 90m.")
 @click.option("-n", "--dry-run", is_flag=True, help="Print the configuration and its cost, then exit.")
 def main(dry_run: bool, **options: Any) -> None:
@@ -86,6 +87,8 @@ def print_plan(config: TrainingConfig) -> None:
     click.echo(f"parameters       {summary.parameter_count(make_net):,}")
     click.echo(f"multiply-adds    {summary.multiply_adds(make_net) / 1e9:.3f} G per image and evaluation")
     click.echo(f"memory, state    {state / 2**30:.2f} GiB per process (weights, gradients, Adam, averages)")
+    if config.shard:
+        click.echo(f"memory, shared   {summary.shared_memory(make_net) / 2**30:.2f} GiB of these are spread over the processes")
     click.echo(f"memory, images   {activations / 2**30:.2f} GiB for {images} images at a time (estimate)")
 
 

@@ -1,7 +1,7 @@
 """The processes of a run, as `torchrun` starts them; one process without it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +30,30 @@ class Processes:
     def start_sum(self, x: Tensor) -> Any:
         """Begin `sum`; x holds it after `wait()` of the result."""
         return dist.all_reduce(x, async_op=True)
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """`tensors[i]` as process i has it, to all."""
+        if self.world_size > 1:
+            for work in [dist.broadcast(x, src=rank, async_op=True) for rank, x in enumerate(tensors)]:
+                work.wait()
+
+    def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All processes' tensors, of different names, on the host of the first; none in the others."""
+        if self.world_size == 1:
+            return tensors
+        kinds: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object({name: (x.shape, x.dtype) for name, x in tensors.items()}, kinds, group=self.hosts)
+        if kinds is None:
+            for x in tensors.values():
+                dist.send(x.contiguous(), dst=0)
+            return {}
+        found = {name: x.cpu() for name, x in tensors.items()}
+        for rank, theirs in enumerate(kinds[1:], 1):
+            for name, (shape, dtype) in theirs.items():
+                x = torch.empty(shape, dtype=dtype, device=self.device)
+                dist.recv(x, src=rank)
+                found[name] = x.cpu()
+        return found
 
     def highest(self, number: int) -> int:
         """The highest of all processes' numbers. Their hosts wait for each other, not for a GPU."""

@@ -12,12 +12,16 @@ from torch import Tensor, nn
 
 from edm2.layers import normalize_rows_, normalized_weights
 from edm2.phema import power_function_beta
+from edm2.sharding import Shards
 from edm2.weights import StepWeights
 from kernels.fallback import note
 
 if find_spec("triton"):
     from kernels.adam import AdamPass, refuses
     from kernels.jit import serves
+
+
+ADAM_STATE = "step", "exp_avg", "exp_avg_sq"
 
 
 def learning_rate_schedule(
@@ -36,13 +40,18 @@ def learning_rate_schedule(
     return lr
 
 
+def trained_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in net.named_parameters() if p.requires_grad}
+
+
 class EDM2Optimizer:
     """Adam on every parameter of `net`, power-function EMAs, then forced normalisation, in this order.
 
     The averages see the weights after Adam and before the normalisation. Non-finite gradients count as 0;
     `nonfinite` is the number of them in the last step (0-d int64 tensor, so that reading it is what synchronises).
     On CUDA a step is one kernel, which leaves the gradients as they are; elsewhere it sets the non-finite ones to 0.
-    Given the `StepWeights` of `net`, the kernel prepares what it can of them for the next step.
+    Given the `StepWeights` of `net`, the kernel prepares what it can of them for the next step. Given `shards`, each process
+    has and does its share of it all, and they exchange the new weights; the gradients are then already those of all.
     """
 
     def __init__(
@@ -52,10 +61,13 @@ class EDM2Optimizer:
         eps: float = 1e-8,
         ema_stds: Sequence[float] = (0.05, 0.10),
         weights: StepWeights | None = None,
+        shards: Shards | None = None,
     ):
-        self.weights = weights
-        self.params = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        self.normalized = [p for p in normalized_weights(net) if p.requires_grad]
+        self.weights, self.shards = weights, shards
+        self.all_params = trained_parameters(net)
+        self.params = self.all_params if shards is None else shards.own
+        own = set(self.params.values())
+        self.normalized = [p for p in normalized_weights(net) if p in own]
         self.adam = torch.optim.Adam(self.params.values(), lr=0.0, betas=betas, eps=eps, fused=True)
         self.steps = [0] * len(self.params)  # what Adam's state counts on the device
         self.emas = {float(std): [p.detach().clone() for p in self.params.values()] for std in ema_stds}
@@ -74,6 +86,8 @@ class EDM2Optimizer:
             self._step_eager(shares)
         else:
             self._step_triton(lr, grads, shares)
+        if self.shards is not None:
+            self.nonfinite = self.shards.exchange(self.nonfinite)
 
     @cached_property
     def _kernel(self) -> "AdamPass | None":
@@ -86,7 +100,8 @@ class EDM2Optimizer:
             note("optimizer", reason)
             return None
         normalized, group = set(self.normalized), self.adam.param_groups[0]
-        targets = {} if self.weights is None else self.weights.targets()
+        alone = self.weights is not None and self.shards is None  # else most weights come from other processes
+        targets = self.weights.targets() if alone else {}
         return AdamPass(
             weights, [p in normalized for p in weights], list(self.emas.values()), group["betas"], group["eps"], targets
         )
@@ -110,29 +125,47 @@ class EDM2Optimizer:
         self.nonfinite = self._kernel.step(grads, *moments, self.steps, lr, shares)
 
     def ema(self, std: float) -> dict[str, Tensor]:
-        """The running average of σ_rel `std` by parameter name. KeyError if it is not tracked."""
-        return dict(zip(self.params, self.emas[float(std)]))
+        """The running average of σ_rel `std` by parameter name. KeyError if it is not tracked.
+
+        With shards: all processes must ask for it together, and the first one gets it, on its host; the others get {}.
+        """
+        return self._whole(dict(zip(self.params, self.emas[float(std)])))
 
     def zero_grad(self) -> None:
-        self.adam.zero_grad(set_to_none=True)
+        for p in self.all_params.values():
+            p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Adam's state and the averages, by reference."""
-        for p, steps in zip(self.params.values(), self.steps):
-            if p in self.adam.state:
-                self.adam.state[p]["step"].fill_(steps)
-        return {"adam": self.adam.state_dict(), "emas": {std: self.ema(std) for std in self.emas}}
+        """Adam's state and the averages, by reference. With shards as `ema`: that of all, which has nothing of the shards."""
+        states = {name: self.adam.state[p] for name, p in self.params.items() if p in self.adam.state}
+        for name, steps in zip(self.params, self.steps):
+            if name in states:
+                states[name]["step"].fill_(steps)
+        kinds = {kind: self._whole({name: state[kind] for name, state in states.items()}) for kind in ADAM_STATE}
+        group = self.adam.state_dict()["param_groups"][0] | {"params": list(range(len(self.all_params)))}
+        state = {i: {kind: kinds[kind][name] for kind in kinds} for i, name in enumerate(self.all_params) if name in kinds["step"]}
+        return {"adam": {"state": state, "param_groups": [group]}, "emas": {std: self.ema(std) for std in self.emas}}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`. ValueError if it tracks other averages."""
+        """Continue from `state_dict()`, of any number of processes. ValueError if it tracks other averages."""
         if set(state["emas"]) != set(self.emas):
             raise ValueError(f"the state holds the averages {sorted(state['emas'])}, not {sorted(self.emas)}")
-        self.adam.load_state_dict(deepcopy(state["adam"]))  # it would share the tensors otherwise
+        places = {name: i for i, name in enumerate(self.all_params)}
+        states, group = state["adam"]["state"], state["adam"]["param_groups"][0]
+        own = {i: states[places[name]] for i, name in enumerate(self.params) if places[name] in states}
+        self.adam.load_state_dict(deepcopy({"state": own, "param_groups": [group | {"params": list(range(len(self.params)))}]}))
         self.steps = [int(self.adam.state[p]["step"]) if p in self.adam.state else 0 for p in self.params.values()]
-        for std, averages in state["emas"].items():
-            for name, average in self.ema(std).items():
-                average.copy_(averages[name])
+        for std, averages in self.emas.items():
+            for name, average in zip(self.params, averages):
+                average.copy_(state["emas"][std][name])
+
+    def _whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of all processes, in the order of the parameters."""
+        if self.shards is None:
+            return tensors
+        collected = self.shards.collect(tensors)
+        return {name: collected[name] for name in self.all_params if name in collected}
 
     def _sanitize_gradients(self) -> None:
         grads = [p.grad for p in self.params.values() if p.grad is not None]

@@ -12,12 +12,18 @@ from edm2.loss import denoising_loss
 from edm2.network import Precond
 
 BYTES_PER_PARAMETER = 4 * 4  # fp32 weight, gradient, two Adam moments
+AVERAGES = 2
 
 
 def parameter_count(make_net: Callable[[], Precond]) -> int:
     """All trainable numbers, the uncertainty head included."""
     with torch.device("meta"):
         return sum(p.numel() for p in make_net().parameters())
+
+
+def shared_memory(make_net: Callable[[], Precond], averages: int = AVERAGES) -> int:
+    """Bytes of Adam's moments and the averages, which `--shard` spreads over the processes."""
+    return parameter_count(make_net) * 4 * (2 + averages)
 
 
 def multiply_adds(make_net: Callable[[], Precond]) -> int:
@@ -34,7 +40,7 @@ def multiply_adds(make_net: Callable[[], Precond]) -> int:
     return counter.get_total_flops() // 2
 
 
-def training_memory(make_net: Callable[[], Precond], images: int, averages: int = 2) -> tuple[int, int]:
+def training_memory(make_net: Callable[[], Precond], images: int, averages: int = AVERAGES) -> tuple[int, int]:
     """Estimated bytes for (weights, gradients, optimizer and averages; activations saved for the backward).
 
     `images` are held at a time (a micro batch). The activations are those of this implementation in eager mode, with

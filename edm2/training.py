@@ -31,7 +31,8 @@ from edm2.latents import Encoder, encoder_for
 from edm2.layers import force_weight_norm_
 from edm2.loss import EDM2Loss, denoising_loss
 from edm2.network import Precond
-from edm2.optimizer import EDM2Optimizer, learning_rate_schedule
+from edm2.optimizer import EDM2Optimizer, learning_rate_schedule, trained_parameters
+from edm2.sharding import Shards
 from edm2.snapshot import load_snapshot, write_tensors
 from edm2.stats import NonfiniteGuard, StatusLog
 from edm2.summary import multiply_adds
@@ -79,7 +80,7 @@ def train(
                         callback(trainer, stats)
                 trainer.interrupted = interruption.asked() if trainer.nimg < config.duration else None
                 saving = time.time()
-                if trainer.due(config.snapshot) and procs.rank == 0:
+                if trainer.due(config.snapshot):
                     trainer.save_snapshots(outdir)
                 if trainer.due(config.checkpoint) or trainer.interrupted:
                     trainer.save_state(outdir, status.elapsed)
@@ -110,7 +111,8 @@ class Trainer:
         self.levels = NoiseLevels(procs, weighted=loss is denoising_loss)
         self.loss = EDM2Loss(self.config.P_mean, self.config.P_std, self.net.sigma_data)
         self.weights = StepWeights(self.net, None if procs.world_size == 1 else BUCKET)
-        self.optimizer = EDM2Optimizer(self.net, weights=self.weights)
+        shards = Shards(trained_parameters(self.net), procs) if self.config.shard and procs.world_size > 1 else None
+        self.optimizer = EDM2Optimizer(self.net, weights=self.weights, shards=shards)
         self._losses = torch.compile(loss, fullgraph=True, dynamic=False, backend=BACKEND) if self._compiles else loss
         self.nimg, self.lr, self.elapsed = 0, 0.0, 0.0
         self.interrupted: str | None = None  # why the run ended before its time
@@ -188,7 +190,7 @@ class Trainer:
         return interval > 0 and (self.nimg % interval == 0 or self.nimg >= self.config.duration)
 
     def state_dict(self, elapsed: float) -> dict[str, Any]:
-        """All that a resumed run needs, with the seconds taken so far."""
+        """All that a resumed run needs, with the seconds taken so far. With shards the first process has it, when all ask."""
         return {
             "nimg": self.nimg,
             "elapsed": elapsed,
@@ -197,20 +199,24 @@ class Trainer:
         }
 
     def save_state(self, outdir: Path, elapsed: float) -> None:
-        """The first process writes a training state. UserError, in all of them, if their weights have become unlike."""
+        """The first process writes a training state, which all must call. UserError if their weights have become unlike."""
         if not self.procs.alike(fingerprint(self.net)):
             raise UserError(f"the processes' weights differ after {self.nimg} images: a GPU or the network between them is faulty")
+        state = self.state_dict(elapsed)
         if self.procs.rank == 0:
-            save_checkpoint(outdir, self.nimg, self.state_dict(elapsed))
+            save_checkpoint(outdir, self.nimg, state)
             drop_old_checkpoints(outdir, self.config.keep)
 
     def save_snapshots(self, outdir: Path) -> None:
-        """Write each tracked average as a network."""
+        """The first process writes each tracked average as a network, which all must call."""
         for std in self.optimizer.emas:
+            average = self.optimizer.ema(std)
+            if self.procs.rank > 0:
+                continue
             facts = {name: getattr(self.config, name) for name in ("preset", "batch", "label_dropout")}
             meta = {"nimg": self.nimg, "std": std, **facts}
             write_tensors(
-                outdir / snapshot_name(self.nimg, std), self.optimizer.ema(std), self.net,
+                outdir / snapshot_name(self.nimg, std), average, self.net,
                 encoder=self.encoder, meta=meta, dtype=DTYPES[self.config.snapshot_dtype],
             )  # fmt: skip
 

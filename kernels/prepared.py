@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import eager
+from kernels.flat import flat_views
 from kernels.jit import is_recording, launch, serves
 from kernels.raw_weight import RawWeight
 from kernels.rows import Addresses, pointer, row_programs
@@ -32,7 +33,7 @@ class PreparedWeights:
     def __init__(self, groups: Sequence[Sequence[RawWeight]]):
         self.weights = [_empty(group) for group in groups]
         members = [(i, raw) for i, group in enumerate(groups) for raw in group]
-        self.gradients, views = _flat_gradients([x for _, raw in members for x in (raw.weight, raw.gain) if x is not None])
+        self.gradients, views = flat_views([x for _, raw in members for x in (raw.weight, raw.gain) if x is not None])
         classes = defaultdict(list)
         firsts = [0] * len(groups)
         for i, raw in members:
@@ -75,14 +76,6 @@ def _empty(group: Sequence[RawWeight]) -> PreparedWeight:
     value = first.weight.new_zeros(shape, dtype=first.dtype, requires_grad=False)
     master = first.weight.new_zeros([1], requires_grad=False).expand(shape)
     return PreparedWeight(value, master.detach().requires_grad_())
-
-
-def _flat_gradients(tensors: Sequence[Tensor]):
-    """Memory for the gradients of all tensors, and views of it, each on a 32-byte boundary."""
-    sizes = [-(-x.numel() // 8) * 8 for x in tensors]
-    flat = tensors[0].new_zeros(sum(sizes), requires_grad=False)
-    parts = flat.split(sizes)
-    return flat, iter([part[: x.numel()].view(x.shape) for part, x in zip(parts, tensors)])
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the ground up: a module may import those before it.
 EDM2 = """version errors files pictures published backends image_files data latents vae layers network weights folding guidance graphs
-denoisers loss presets phema optimizer sampler summary config distributed diagnostics interruption stats snapshot checkpoint
+denoisers loss presets phema distributed sharding optimizer sampler summary config diagnostics interruption stats snapshot checkpoint
 training generate samples pipeline""".split()
 
 

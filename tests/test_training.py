@@ -1,8 +1,6 @@
 """The training loop: resuming, sharing among processes, accumulating, starting from other weights."""
 
 import json
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -195,27 +193,6 @@ class TestLabelDropout:
         with pytest.raises(edm2.UserError, match="label_dropout: 0.0 there, 0.1 here"):
             edm2.train(replace(config, label_dropout=0.1))
         edm2.train(config)
-
-
-def test_two_processes_equal_one(config, tmp_path, one_thread_env):
-    """Through torchrun and train.py, with accumulation; to rounding."""
-    options = "--preset=digits --batch=16 --duration=64 --status=32 --snapshot=0 --checkpoint=64 --batch-gpu=4".split()
-
-    def launch(name, *launcher):
-        outdir = tmp_path / name
-        command = [sys.executable, *launcher, "train.py", f"--outdir={outdir}", f"--data={config.data}", *options]
-        result = subprocess.run(command, cwd=ROOT, env=one_thread_env, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        return load_newest_checkpoint(outdir), read_stats(outdir)
-
-    one, one_stats = launch("one")
-    two, two_stats = launch("two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    for name, tensor in one["net"].items():
-        assert relative_error(two["net"][name], tensor) < 1e-5, name
-    for std, averages in one["optimizer"]["emas"].items():
-        for name, tensor in averages.items():
-            assert relative_error(two["optimizer"]["emas"][std][name], tensor) < 1e-5, name
-    assert [s["Loss/loss"] for s in two_stats] == pytest.approx([s["Loss/loss"] for s in one_stats], rel=1e-5)
 
 
 class TestInit:
