@@ -51,6 +51,7 @@ from edm2.training import open_dataset, train
 @click.option("--keep", metavar="INT", type=click.IntRange(min=0), default=0, show_default=True,
               help="Delete all but so many of the newest training checkpoints; 0 = none.")  # fmt: skip
 @click.option("--shard", is_flag=True, help="Spread Adam's moments and the averages over the processes: memory for more images.")
+@click.option("--cuda-graph", is_flag=True, help="Make each step one CUDA graph; for one GPU.")
 @click.option("--max-time", type=Duration(), help="Save and stop after this time, e.g. 11:50:00 or 90m.")
 @click.option("-n", "--dry-run", is_flag=True, help="Print the configuration and its cost, then exit.")
 def main(dry_run: bool, **options: Any) -> None:

@@ -11,7 +11,7 @@ from edm2.presets import build, get_preset
 PRECISIONS = {"fp16": None, "bf16": torch.bfloat16, "fp32": None}  # the type of a network on every device
 RUN_CONTROL = (
     "outdir", "duration", "batch_gpu", "status", "snapshot", "snapshot_dtype", "checkpoint", "workers", "bench", "max_nonfinite",
-    "keep", "max_time", "compile", "shard",
+    "keep", "max_time", "compile", "shard", "cuda_graph",
 )  # fmt: skip
 """Options that may change when a run is resumed: they steer it, but do not change what a step computes."""
 
@@ -25,7 +25,7 @@ class TrainingConfig:
     non-finite gradients (0: never) the run stops. `label_dropout` is the share of images that go without their label.
     `precision` is what activations are computed in: "bf16" everywhere, "fp16" and "fp32" as `fp16` says (on GPUs; a CPU
     takes fp32). `compile`: by torch.compile; None means on GPUs. `shard`: Adam's moments and the averages are spread over the
-    processes. Of training states the newest `keep` stay (0: all); after
+    processes. `cuda_graph`: on one GPU, each step is one CUDA graph. Of training states the newest `keep` stay (0: all); after
     `max_time` seconds the run saves itself and stops. `pixel_range`, (0, 1) or (-1, 1), is that of the pixels that a
     dataset of VAE latents was encoded from.
     """
@@ -63,6 +63,7 @@ class TrainingConfig:
     max_time: float | None = None
     compile: bool | None = None
     shard: bool = False
+    cuda_graph: bool = False
 
     def resolved(self) -> "TrainingConfig":
         """With the preset's values in the place of None. UserError for an unknown preset."""

@@ -23,7 +23,7 @@ class NoiseLevels:
 
     def __init__(self, procs: Processes, weighted: bool = True):
         self.procs, self.weighted, self.edges = procs, weighted, EDGES[1:-1].to(procs.device, torch.float32)
-        self._clear()
+        self._sums = torch.zeros(4, len(EDGES) - 1, dtype=torch.float64, device=procs.device)
 
     @torch.no_grad()
     def add(self, net: Precond, sigma: Tensor, loss: Tensor) -> None:
@@ -36,15 +36,12 @@ class NoiseLevels:
 
     def take(self) -> dict[str, list[float | None]]:
         """Means over the bins since the last call, of all processes; `sigma` are the bins' middles. None where no image was."""
-        images, *sums = self.procs.sum(self._sums).cpu()
-        self._clear()
+        images, *sums = self.procs.sum(self._sums.clone()).cpu()
+        self._sums.zero_()
         means = (sum / images for sum in sums)
         middles = ((EDGES[1:] + EDGES[:-1]) / 2).exp()
         named = dict(zip(("sigma", "images", "loss", "error", "u"), (middles, images, *means)))
         return {name: [x if math.isfinite(x) else None for x in values.tolist()] for name, values in named.items()}
-
-    def _clear(self) -> None:
-        self._sums = torch.zeros(4, len(EDGES) - 1, dtype=torch.float64, device=self.procs.device)
 
 
 @torch.no_grad()

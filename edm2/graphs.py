@@ -1,20 +1,32 @@
 """CUDA graphs: the kernels of a function recorded once, and started together from then on."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.capturing import filling
 from kernels.invariance import is_batch_invariant
+
+WARM = 2  # calls of a function with effects before it is captured: the first allocates what later ones find
 
 
 class Graph(NamedTuple):
-    """What a captured function reads, where it writes, and what starts it."""
+    """What a captured function reads, what it returns, what starts it, and what of its memory is not its own."""
 
     inputs: list[Tensor]
-    output: Tensor
+    output: Any
     replay: Callable[[], None]
+    kept: Sequence[Tensor] = ()
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Any:
+        """The result, which the next call overwrites."""
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given)
+        self.replay()
+        return self.output
 
 
 class Memory:
@@ -27,6 +39,16 @@ class Memory:
     def claim(self) -> None:
         if self.stream is None:
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Plainly, on the stream."""
+        self.claim()
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            output = function()
+        current.wait_stream(self.stream)
+        return output
 
 
 class Graphed:
@@ -48,11 +70,7 @@ class Graphed:
         if key not in self.graphs:
             with torch.inference_mode(False), torch.no_grad():  # whose tensors would refuse to be written to elsewhere
                 self.graphs[key] = capture(self.function, inputs, self.memory)
-        graph = self.graphs[key]
-        for own, given in zip(graph.inputs, inputs):
-            own.copy_(given)
-        graph.replay()
-        return graph.output
+        return self.graphs[key](inputs)
 
 
 def captures(x: Tensor) -> bool:
@@ -61,18 +79,19 @@ def captures(x: Tensor) -> bool:
 
 def capture(function: Callable[..., Tensor], inputs: Sequence[Tensor], memory: Memory) -> Graph:
     """The function's kernels on copies of the inputs, after a call that compiles them."""
+    with torch.cuda.device(inputs[0].device):
+        memory.run(partial(function, *inputs))
+    return record(function, inputs, memory)
+
+
+def record(function: Callable[..., Any], inputs: Sequence[Tensor], memory: Memory) -> Graph:
+    """The function's kernels on copies of the inputs; nothing is computed."""
     own = [x.clone() for x in inputs]
-    with torch.cuda.device(own[0].device):
-        memory.claim()
-        current = torch.cuda.current_stream()
-        memory.stream.wait_stream(current)
-        with torch.cuda.stream(memory.stream):
-            function(*own)
-        current.wait_stream(memory.stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory.pool, stream=memory.stream, capture_error_mode="thread_local"):
-            output = function(*own)
-    return Graph(own, output, graph.replay)
+    graph = torch.cuda.CUDAGraph()
+    where = dict(pool=memory.pool, stream=memory.stream, capture_error_mode="thread_local")
+    with torch.cuda.device(own[0].device), filling() as tables, torch.cuda.graph(graph, **where):
+        output = function(*own)
+    return Graph(own, output, graph.replay, tables)
 
 
 class Beside:

@@ -71,23 +71,40 @@ class EDM2Optimizer:
         self.adam = torch.optim.Adam(self.params.values(), lr=0.0, betas=betas, eps=eps, fused=True)
         self.steps = [0] * len(self.params)  # what Adam's state counts on the device
         self.emas = {float(std): [p.detach().clone() for p in self.params.values()] for std in ema_stds}
+        self._shares: list[float] = []  # of the new weights in the averages
         self.nonfinite = torch.zeros([], dtype=torch.int64, device=next(iter(self.params.values())).device)
 
     @torch.no_grad()
     def step(self, lr: float, next_nimg: int, batch_size: int) -> None:
         """One step at learning rate `lr`; `next_nimg` = images seen after it, `batch_size` = images in it."""
+        self.advance(lr, next_nimg, batch_size)
+        self.apply()
+
+    def advance(self, lr: float, next_nimg: int, batch_size: int) -> None:
+        """The part of `step` that counts: for those parameters that have a gradient now."""
         grads = [p.grad for p in self.params.values()]
         if all(grad is None for grad in grads):
             raise RuntimeError("step() before backward(): no parameter has a gradient")
         self.steps = [steps + (grad is not None) for steps, grad in zip(self.steps, grads)]
         self.adam.param_groups[0]["lr"] = lr
-        shares = [1 - float(power_function_beta(std, next_nimg, batch_size)) for std in self.emas]
+        self._shares = [1 - float(power_function_beta(std, next_nimg, batch_size)) for std in self.emas]
+        if self._kernel is not None:
+            self._kernel.set_rates(self.steps, lr, self._shares)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """The part of `step` that computes. By the kernel it can be captured in a CUDA graph: see `can_be_captured`."""
         if self._kernel is None:
-            self._step_eager(shares)
+            self._step_eager()
         else:
-            self._step_triton(lr, grads, shares)
+            self._step_triton()
         if self.shards is not None:
             self.nonfinite = self.shards.exchange(self.nonfinite)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Do rates lie in memory, where `advance` changes them for a graph that has been captured?"""
+        return self._kernel is not None
 
     @cached_property
     def _kernel(self) -> "AdamPass | None":
@@ -106,23 +123,23 @@ class EDM2Optimizer:
             weights, [p in normalized for p in weights], list(self.emas.values()), group["betas"], group["eps"], targets
         )
 
-    def _step_eager(self, shares: Sequence[float]) -> None:
-        """`shares` of the new weights in the averages."""
+    def _step_eager(self) -> None:
         self._sanitize_gradients()
         self.adam.step()
         weights = list(self.params.values())
-        for averages, share in zip(self.emas.values(), shares):
+        for averages, share in zip(self.emas.values(), self._shares):
             torch._foreach_lerp_(averages, weights, share)
         normalize_rows_(self.normalized)
 
-    def _step_triton(self, lr: float, grads: Sequence[Tensor | None], shares: Sequence[float]) -> None:
+    def _step_triton(self) -> None:
         """Adam's state is made and kept as Adam would, but for its counts of steps."""
+        grads = [p.grad for p in self.params.values()]
         states = [self.adam.state[p] if g is not None else {} for p, g in zip(self.params.values(), grads)]
         for p, state in zip(self.params.values(), states):
             if p.grad is not None and not state:
                 state.update(step=torch.zeros([], device=p.device), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         moments = [[state.get(name) for state in states] for name in ("exp_avg", "exp_avg_sq")]
-        self.nonfinite = self._kernel.step(grads, *moments, self.steps, lr, shares)
+        self.nonfinite = self._kernel.step(grads, *moments)
 
     def ema(self, std: float) -> dict[str, Tensor]:
         """The running average of σ_rel `std` by parameter name. KeyError if it is not tracked.

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,15 @@ from edm2.layers import force_weight_norm_
 from edm2.loss import EDM2Loss, denoising_loss
 from edm2.network import Precond
 from edm2.optimizer import EDM2Optimizer, learning_rate_schedule, trained_parameters
+from edm2.prefetch import Prefetcher
 from edm2.sharding import Shards
 from edm2.snapshot import load_snapshot, write_tensors
 from edm2.stats import NonfiniteGuard, StatusLog
+from edm2.step import Round, TrainingStep
 from edm2.summary import multiply_adds
 from edm2.weights import BUCKET, StepWeights
 
 BACKEND = "inductor"  # of torch.compile
-DIAGNOSED = 16  # images
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -113,7 +113,11 @@ class Trainer:
         self.weights = StepWeights(self.net, None if procs.world_size == 1 else BUCKET)
         shards = Shards(trained_parameters(self.net), procs) if self.config.shard and procs.world_size > 1 else None
         self.optimizer = EDM2Optimizer(self.net, weights=self.weights, shards=shards)
-        self._losses = torch.compile(loss, fullgraph=True, dynamic=False, backend=BACKEND) if self._compiles else loss
+        losses = torch.compile(loss, fullgraph=True, dynamic=False, backend=BACKEND) if self._compiles else loss
+        self._step = TrainingStep(
+            self.net, losses, self.encoder, self.weights, self.optimizer, self.levels, self.config.ls / self.config.batch,
+            self.loss.sigma_data, procs.start_sum if procs.world_size > 1 else None, self.config.cuda_graph,
+        )  # fmt: skip
         self.nimg, self.lr, self.elapsed = 0, 0.0, 0.0
         self.interrupted: str | None = None  # why the run ended before its time
 
@@ -131,53 +135,27 @@ class Trainer:
         times = self.procs.sum(torch.tensor([self.nimg], device=self.procs.device))
         if times.item() != self.nimg * self.procs.world_size:
             raise UserError(f"the processes read different training states in {self.config.outdir}: do all see it?")
-        self.data = batches(
+        stream = batches(
             self.dataset, self.config.seed, self.nimg, self.config.batch, self.procs.rank, self.procs.world_size,
             self.config.micro_batch(self.procs.world_size), self.config.workers,
         )  # fmt: skip
+        self.data = Prefetcher(stream, self.procs.device)
 
     def step(self) -> Tensor:
-        """One optimizer step. Returns the sum over this process's images of the loss per element (0-d)."""
-        config = self.config
-        self.optimizer.zero_grad()
-        with self.weights.prepared():
-            total = self._gradients()
-        self.weights.project(self._start_sum)
+        """One optimizer step. Returns the sum over this process's images of the loss per element (0-d), until the next step."""
+        config, share, micro = self.config, self.config.batch // self.procs.world_size, self.config.micro_batch(self.procs.world_size)
+        draws = Draws.of_step(self, share)
+        rounds = [Round(*next(self.data), **draws.part(slice(start, start + micro))) for start in range(0, share, micro)]
         self.lr = learning_rate_schedule(self.nimg, config.batch, config.lr, config.decay, config.rampup_Mimg)
         self.nimg += config.batch
-        self.optimizer.step(self.lr, self.nimg, config.batch)
-        return total
-
-    def _gradients(self) -> Tensor:
-        """Forward and backward of this process's share of the batch, in rounds that fit the memory."""
-        config, share = self.config, self.config.batch // self.procs.world_size
-        micro = config.micro_batch(self.procs.world_size)
-        draws = Draws.of_step(self, share)
-        total = torch.zeros([], device=self.procs.device)
-        for start in range(0, share, micro):
-            images, labels = (x.to(self.procs.device, non_blocking=True) for x in next(self.data))
-            normal, sigma, noise, kept = draws.of_round(slice(start, start + micro))
-            images = self.encoder.encode(images, normal)
-            labels = labels if kept is None else torch.where(kept[:, None], labels, 0)
-            loss = self._losses(self.net, images, sigma, noise * sigma, labels, self.loss.sigma_data)
-            last = start + micro == share and self._start_sum is not None
-            with self.weights.summing(self._start_sum) if last else nullcontext():
-                (loss.sum() * (config.ls / config.batch)).backward()
-            means = loss.detach().mean(dim=(1, 2, 3))
-            total += means.sum()
-            self.levels.add(self.net, sigma, means)
-        self._some = (images + noise * sigma)[:DIAGNOSED], sigma[:DIAGNOSED], labels[:DIAGNOSED]
-        return total
-
-    @property
-    def _start_sum(self) -> Callable[[Tensor], Any] | None:
-        return None if self.procs.world_size == 1 else self.procs.start_sum
+        return self._step(rounds, self.lr, self.nimg, config.batch)
 
     def diagnosis(self) -> dict[str, Any]:
         """Of the steps since the last call, by noise level; of the last step, its gradients and some of its images by block."""
         facts = {"Loss/by_noise_level": self.levels.take(), "Gradients/norm": gradient_norm(self.weights.gradients())}
+        facts["Timing/data_wait_sec"] = self.data.take_wait()  # the host's: a GPU may have had work meanwhile
         if self.procs.rank == 0:
-            facts |= {f"Magnitudes/{key}": values for key, values in magnitudes(self.net, *self._some).items()}
+            facts |= {f"Magnitudes/{key}": values for key, values in magnitudes(self.net, *self._step.seen).items()}
         return facts
 
     @property
@@ -265,7 +243,7 @@ def open_dataset(config: TrainingConfig, dataset: Dataset | None = None) -> tupl
 
 @dataclass
 class Draws:
-    """The random numbers of one process's share of a step.
+    """The random numbers of one process's share of a step; see `Round`.
 
     They belong to (seed, image number): the whole batch is drawn and a share of it kept, so that neither the number
     of processes nor the size of a round changes them.
@@ -294,8 +272,9 @@ class Draws:
             kept = torch.rand(config.batch, generator=generator, device=procs.device)[mine] >= config.label_dropout
         return cls(normal, sigma, noise, kept)
 
-    def of_round(self, part: slice) -> tuple[Tensor | None, ...]:
-        return tuple(None if x is None else x[part] for x in (self.normal, self.sigma, self.noise, self.kept))
+    def part(self, part: slice) -> dict[str, Tensor | None]:
+        """Of a `Round`."""
+        return {name: None if x is None else x[part] for name, x in vars(self).items()}
 
 
 def start_from(net: Precond, path: str) -> None:

@@ -173,23 +173,26 @@ class AdamPass:
         self.scalars = torch.zeros(len(averages) + 2 * len(rows), device=device)
         self.addresses = Addresses()
 
+    def set_rates(self, steps: Sequence[int], lr: float, weights: Sequence[float]) -> None:
+        """For the next step: `steps` are the number of each parameter's, the next one included, `weights` the shares of the new
+        weights in the averages, 1 − β."""
+        beta1, beta2 = self.betas
+        rates = {s: (lr / (1 - beta1**s), (1 - beta2**s) ** -0.5) if s else (0.0, 0.0) for s in set(steps)}
+        values = [*weights, *(x for s in steps for x in rates[s])]
+        self.scalars.copy_(torch.tensor(values, pin_memory=self.scalars.is_cuda), non_blocking=True)
+
     def step(
         self,
         grads: Sequence[Tensor | None],
         exp_avgs: Sequence[Tensor | None],
         exp_avg_sqs: Sequence[Tensor | None],
-        steps: Sequence[int],
-        lr: float,
-        weights: Sequence[float],
     ) -> Tensor:
-        """Returns the number of non-finite gradients, which count as 0: int64, 0-d.
+        """With the rates set before. Returns the number of non-finite gradients, which count as 0: int64, 0-d.
 
-        `exp_avgs` and `exp_avg_sqs` are Adam's moments, `steps` the number of each parameter's steps, this one
-        included; a parameter whose gradient is None keeps both. `weights` are the shares of the new weights in the
-        averages, 1 − β.
+        `exp_avgs` and `exp_avg_sqs` are Adam's moments, which a parameter whose gradient is None keeps. The launch can be part
+        of a CUDA graph: what changes from step to step lies in memory.
         """
         grads = [None if g is None else g if _fits(g) else g.clone(memory_format=torch.contiguous_format) for g in grads]
-        self._set_scalars(steps, lr, weights)
         bad = torch.empty(len(self.programs), dtype=torch.int32, device=self.scalars.device)
         given = [x for xs in (grads, exp_avgs, exp_avg_sqs) for x, g in zip(xs, grads) if g is not None]
         changed = [*self.weights, *given[len(given) // 3 :], *(x for xs in self.averages for x in xs)]
@@ -204,10 +207,3 @@ class AdamPass:
             if m:
                 m.note()
         return bad.sum()
-
-    def _set_scalars(self, steps: Sequence[int], lr: float, weights: Sequence[float]) -> None:
-        """In memory of fixed address, so that the launch can be part of a CUDA graph."""
-        beta1, beta2 = self.betas
-        rates = {s: (lr / (1 - beta1**s), (1 - beta2**s) ** -0.5) if s else (0.0, 0.0) for s in set(steps)}
-        values = [*weights, *(x for s in steps for x in rates[s])]
-        self.scalars.copy_(torch.tensor(values, pin_memory=self.scalars.is_cuda), non_blocking=True)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import jit
+from kernels import capturing, jit
 
 
 def row_programs(rows: Sequence[int], device: torch.device) -> Tensor:
@@ -23,7 +23,7 @@ def row_programs(rows: Sequence[int], device: torch.device) -> Tensor:
 
 
 class Addresses:
-    """int64 `[tensors, roles]` on the device, sent there again only when a tensor has moved."""
+    """int64 `[tensors, roles]` on the device, sent there again only when a tensor has moved. A CUDA graph gets its own table."""
 
     def __init__(self) -> None:
         self._known: list[list[int]] = []
@@ -35,6 +35,11 @@ class Addresses:
         if jit.is_recording():  # fake tensors lie nowhere
             return torch.empty(len(roles[0]), len(roles), dtype=torch.int64, device=device)
         known = [[0 if x is None else x.data_ptr() for x in tensors] for tensors in zip(*roles)]
+        if capturing.is_capturing():
+            if self._table is None:
+                raise RuntimeError("a kernel with a table of addresses was captured without a call before")
+            table, self._table = self._table, None  # allocated outside of the graph, whose memory kernels share in turn
+            return capturing.fill_later(table, known)
         if self._table is None or known != self._known:
             self._known = known
             self._table = torch.tensor(known, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)

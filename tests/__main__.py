@@ -11,7 +11,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 INTERPRETED = """adam attention bad_input bench_convs bench_tune conv conv_epilogues conv_library conv_parts conv_up interpreter linear ops
-prepared registration triton_network""".split()
+prepared registration step triton_network""".split()
 MOVED = "bench", "interruption"
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
 

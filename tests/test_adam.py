@@ -174,7 +174,8 @@ def test_nothing_else_is_written_or_read():
     step = AdamPass([x for x, _ in w], [len(shape) > 0 for shape in shapes], [[x for x, _ in average]], (0.9, 0.99), 1e-8)
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
     try:
-        assert int(step.step(*([x for x, _ in role] for role in (g, m, v)), [1] * len(shapes), 0.1, [0.5])) == 0
+        step.set_rates([1] * len(shapes), 0.1, [0.5])
+        assert int(step.step(*([x for x, _ in role] for role in (g, m, v)))) == 0
     finally:
         torch.use_deterministic_algorithms(False)
     for x, memory in (*w, *g, *m, *v, *average):
