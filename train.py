@@ -11,7 +11,8 @@ from edm2.cli.common import Command, Duration, Float, ImageCount
 from edm2.config import PRECISIONS, TrainingConfig
 from edm2.interruption import RESUME_ME
 from edm2.network import Precond
-from edm2.training import open_dataset, train
+from edm2.trainer import open_dataset
+from edm2.training import train
 
 
 @click.command(cls=Command)
@@ -50,6 +51,9 @@ from edm2.training import open_dataset, train
               help="Stop after so many in a row with non-finite gradients; 0 = never.")  # fmt: skip
 @click.option("--keep", metavar="INT", type=click.IntRange(min=0), default=0, show_default=True,
               help="Delete all but so many of the newest training checkpoints; 0 = none.")  # fmt: skip
+@click.option("--held-out", metavar="ZIP|DIR", help="Dataset of images whose loss to tell beside that of training.")
+@click.option("--samples", metavar="INT", type=click.IntRange(min=0), help="Images in a grid beside each snapshot; 0 = none.  [64]")
+@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents for that grid; of latents there is none without.")
 @click.option("--shard", is_flag=True, help="Spread Adam's moments and the averages over the processes: memory for more images.")
 @click.option("--cuda-graph", is_flag=True, help="Make each step one CUDA graph; for one GPU.")
 @click.option("--max-time", type=Duration(), help="Save and stop after this time, e.g. 11:50:00 or 90m.")

@@ -12,6 +12,7 @@ PRECISIONS = {"fp16": None, "bf16": torch.bfloat16, "fp32": None}  # the type of
 RUN_CONTROL = (
     "outdir", "duration", "batch_gpu", "status", "snapshot", "snapshot_dtype", "checkpoint", "workers", "bench", "max_nonfinite",
     "keep", "max_time", "compile", "shard", "cuda_graph",
+    "held_out", "samples", "vae",
 )  # fmt: skip
 """Options that may change when a run is resumed: they steer it, but do not change what a step computes."""
 
@@ -25,7 +26,9 @@ class TrainingConfig:
     non-finite gradients (0: never) the run stops. `label_dropout` is the share of images that go without their label.
     `precision` is what activations are computed in: "bf16" everywhere, "fp16" and "fp32" as `fp16` says (on GPUs; a CPU
     takes fp32). `compile`: by torch.compile; None means on GPUs. `shard`: Adam's moments and the averages are spread over the
-    processes. `cuda_graph`: on one GPU, each step is one CUDA graph. Of training states the newest `keep` stay (0: all); after
+    processes. `cuda_graph`: on one GPU, each step is one CUDA graph. The loss of the images in
+    `held_out` is told too. A grid of `samples` images is made of each snapshot, None: where they are pixels, or there is the
+    `vae` that decodes them. Of training states the newest `keep` stay (0: all); after
     `max_time` seconds the run saves itself and stops. `pixel_range`, (0, 1) or (-1, 1), is that of the pixels that a
     dataset of VAE latents was encoded from.
     """
@@ -64,6 +67,9 @@ class TrainingConfig:
     compile: bool | None = None
     shard: bool = False
     cuda_graph: bool = False
+    held_out: str | None = None
+    samples: int | None = None
+    vae: str | None = None
 
     def resolved(self) -> "TrainingConfig":
         """With the preset's values in the place of None. UserError for an unknown preset."""
@@ -90,6 +96,8 @@ class TrainingConfig:
             raise UserError(f"--label-dropout {self.label_dropout} is no probability below 1")
         if self.keep < 0:
             raise UserError(f"--keep {self.keep} is no count of training states")
+        if self.samples is not None and self.samples < 0:
+            raise UserError(f"--samples {self.samples} is no count of images")
         if self.max_nonfinite < 0:
             raise UserError(f"--max-nonfinite {self.max_nonfinite} is no count of steps")
         if self.precision not in PRECISIONS:

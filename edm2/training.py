@@ -1,46 +1,24 @@
-"""The training loop: the order of a step, what is drawn for it, when to save."""
+"""The training loop: steps, what is told and saved in between, and when."""
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from edm2.backends import full_precision, keep_freed_memory, peak_flops
-from edm2.checkpoint import (
-    check_options,
-    drop_old_checkpoints,
-    load_newest_checkpoint,
-    remove_leftovers,
-    save_checkpoint,
-    snapshot_name,
-    write_options,
-)
+from edm2.checkpoint import check_options, load_newest_checkpoint, remove_leftovers, write_options
 from edm2.config import RUN_CONTROL, TrainingConfig
-from edm2.data import Dataset, ImageDataset, batches
-from edm2.diagnostics import NoiseLevels, gradient_norm, magnitudes
-from edm2.distributed import Processes, processes
-from edm2.errors import UserError
+from edm2.data import Dataset
+from edm2.distributed import processes
 from edm2.interruption import Interruption
-from edm2.latents import Encoder, encoder_for
-from edm2.layers import force_weight_norm_
-from edm2.loss import EDM2Loss, denoising_loss
+from edm2.loss import denoising_loss
 from edm2.network import Precond
-from edm2.optimizer import EDM2Optimizer, learning_rate_schedule, trained_parameters
-from edm2.prefetch import Prefetcher
-from edm2.sharding import Shards
-from edm2.snapshot import load_snapshot, write_tensors
+from edm2.preview import Preview
 from edm2.stats import NonfiniteGuard, StatusLog
-from edm2.step import Round, TrainingStep
-from edm2.summary import multiply_adds
-from edm2.weights import BUCKET, StepWeights
-
-BACKEND = "inductor"  # of torch.compile
-DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+from edm2.tensorboard import TensorBoard
+from edm2.trainer import Trainer
 
 
 def train(
@@ -48,256 +26,48 @@ def train(
     dataset: Dataset | None = None,
     net: Precond | None = None,
     loss: Callable[..., Tensor] = denoising_loss,
-    callback: "Callable[[Trainer, dict[str, Any]], None] | None" = None,
-) -> "Trainer":
+    callback: Callable[[Trainer, dict[str, Any]], None] | None = None,
+    held_out: Dataset | None = None,
+) -> Trainer:
     """Train until `config.duration`, resuming from the newest checkpoint in `config.outdir` if there is one.
 
-    Leaves `training_options.json`, `stats.jsonl`, network snapshots and training states in `outdir`. Run under
-    `torchrun`, the batch is shared among the processes. UserError for bad input, before anything is written.
-    `dataset` takes the place of the files that `config.data` names, `net` that of the preset's network, with its weights,
-    `loss` that of `denoising_loss`, with its signature. `callback` sees every line of statistics in every process.
-    After SIGTERM, SIGINT or `config.max_time` it finishes its step, saves a training state and returns, with the reason in
-    `interrupted`: the same call resumes it.
+    Leaves `training_options.json`, `stats.jsonl`, network snapshots, grids of their samples and training states in `outdir`,
+    and where TensorBoard is installed its log. Run under `torchrun`, the batch is shared among the processes. UserError for
+    bad input, before anything is written. `dataset` and `held_out` take the place of the files that `config.data` and
+    `config.held_out` name, `net` that of the preset's network, with its weights, `loss` that of `denoising_loss`, with its
+    signature. `callback` sees every line of statistics in every process. After SIGTERM, SIGINT or `config.max_time` it
+    finishes its step, saves a training state and returns, with the reason in `interrupted`: the same call resumes it.
     """
     config = config if isinstance(config, TrainingConfig) else TrainingConfig(**config)
     config, outdir = config.resolved(), Path(config.outdir)
     with processes() as procs:
         check_options(outdir, asdict(config), RUN_CONTROL)
-        trainer = Trainer(config, procs, dataset, net, loss)
+        trainer = Trainer(config, procs, dataset, net, loss, held_out)
+        preview = Preview(config, trainer.encoder, procs.device) if procs.rank == 0 else None
         trainer.start(load_newest_checkpoint(outdir))
         if procs.rank == 0:
             write_options(outdir, asdict(config))
             remove_leftovers(outdir)
         status = StatusLog(outdir, procs, trainer.nimg, config.duration, trainer.elapsed, trainer.flops)
         guard = NonfiniteGuard(config.max_nonfinite, procs.device)
-        with Interruption(procs, config.max_time) as interruption:
+        with Interruption(procs, config.max_time) as interruption, TensorBoard(outdir, trainer.nimg, procs) as board:
             while trainer.nimg < config.duration and trainer.interrupted is None:
                 status.step(trainer.step(), trainer.optimizer.nonfinite, config.batch)
                 guard.step(trainer.optimizer.nonfinite, trainer.nimg)
                 if trainer.due(config.status):
                     stats = status.tick(trainer.nimg, trainer.lr, trainer.diagnosis())
+                    board.write(stats, trainer.nimg)
                     if callback is not None:
                         callback(trainer, stats)
                 trainer.interrupted = interruption.asked() if trainer.nimg < config.duration else None
                 saving = time.time()
                 if trainer.due(config.snapshot):
-                    trainer.save_snapshots(outdir)
+                    snapshots = trainer.save_snapshots(outdir)
+                    if preview is not None:
+                        board.show(preview.draw(snapshots[-1]), trainer.nimg)
                 if trainer.due(config.checkpoint) or trainer.interrupted:
                     trainer.save_state(outdir, status.elapsed)
                 status.pause(saving)
         status.close()
         procs.barrier()
     return trainer
-
-
-class Trainer:
-    """Network, optimizer and data of a run in one process. `start`, then `step` as often as wanted.
-
-    UserError if the configuration, the data and the number of processes do not fit together.
-    """
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        procs: Processes,
-        dataset: Dataset | None = None,
-        net: Precond | None = None,
-        loss: Callable[..., Tensor] = denoising_loss,
-    ):
-        self.config, self.procs = config.resolved(), procs
-        self.config.check(procs.world_size)
-        self.dataset, self.encoder, self.image_shape = open_dataset(self.config, dataset)
-        self.net = (self._build() if net is None else self._fitting(net)).to(procs.device).train()
-        self.levels = NoiseLevels(procs, weighted=loss is denoising_loss)
-        self.loss = EDM2Loss(self.config.P_mean, self.config.P_std, self.net.sigma_data)
-        self.weights = StepWeights(self.net, None if procs.world_size == 1 else BUCKET)
-        shards = Shards(trained_parameters(self.net), procs) if self.config.shard and procs.world_size > 1 else None
-        self.optimizer = EDM2Optimizer(self.net, weights=self.weights, shards=shards)
-        losses = torch.compile(loss, fullgraph=True, dynamic=False, backend=BACKEND) if self._compiles else loss
-        self._step = TrainingStep(
-            self.net, losses, self.encoder, self.weights, self.optimizer, self.levels, self.config.ls / self.config.batch,
-            self.loss.sigma_data, procs.start_sum if procs.world_size > 1 else None, self.config.cuda_graph,
-        )  # fmt: skip
-        self.nimg, self.lr, self.elapsed = 0, 0.0, 0.0
-        self.interrupted: str | None = None  # why the run ended before its time
-
-    def start(self, state: dict[str, Any] | None = None) -> None:
-        """Continue from a `state_dict()`, or begin with fresh or given weights."""
-        full_precision(self.config.bench)
-        if self.procs.device.type == "cpu":
-            keep_freed_memory()
-        if state is None:
-            if self.config.init is not None:
-                start_from(self.net, self.config.init)
-            force_weight_norm_(self.net)
-        else:
-            self._resume(state)
-        times = self.procs.sum(torch.tensor([self.nimg], device=self.procs.device))
-        if times.item() != self.nimg * self.procs.world_size:
-            raise UserError(f"the processes read different training states in {self.config.outdir}: do all see it?")
-        stream = batches(
-            self.dataset, self.config.seed, self.nimg, self.config.batch, self.procs.rank, self.procs.world_size,
-            self.config.micro_batch(self.procs.world_size), self.config.workers,
-        )  # fmt: skip
-        self.data = Prefetcher(stream, self.procs.device)
-
-    def step(self) -> Tensor:
-        """One optimizer step. Returns the sum over this process's images of the loss per element (0-d), until the next step."""
-        config, share, micro = self.config, self.config.batch // self.procs.world_size, self.config.micro_batch(self.procs.world_size)
-        draws = Draws.of_step(self, share)
-        rounds = [Round(*next(self.data), **draws.part(slice(start, start + micro))) for start in range(0, share, micro)]
-        self.lr = learning_rate_schedule(self.nimg, config.batch, config.lr, config.decay, config.rampup_Mimg)
-        self.nimg += config.batch
-        return self._step(rounds, self.lr, self.nimg, config.batch)
-
-    def diagnosis(self) -> dict[str, Any]:
-        """Of the steps since the last call, by noise level; of the last step, its gradients and some of its images by block."""
-        facts = {"Loss/by_noise_level": self.levels.take(), "Gradients/norm": gradient_norm(self.weights.gradients())}
-        facts["Timing/data_wait_sec"] = self.data.take_wait()  # the host's: a GPU may have had work meanwhile
-        if self.procs.rank == 0:
-            facts |= {f"Magnitudes/{key}": values for key, values in magnitudes(self.net, *self._step.seen).items()}
-        return facts
-
-    @property
-    def flops(self) -> float:
-        """Of an image's forward and backward, in operations that count towards MFU."""
-        return 6.0 * multiply_adds(lambda: Precond(**self.net.config)) if peak_flops(self.procs.device) else 0.0
-
-    def due(self, interval: int) -> bool:
-        """Does something that happens every `interval` images (0: never), and at the end, happen now?"""
-        return interval > 0 and (self.nimg % interval == 0 or self.nimg >= self.config.duration)
-
-    def state_dict(self, elapsed: float) -> dict[str, Any]:
-        """All that a resumed run needs, with the seconds taken so far. With shards the first process has it, when all ask."""
-        return {
-            "nimg": self.nimg,
-            "elapsed": elapsed,
-            "net": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-
-    def save_state(self, outdir: Path, elapsed: float) -> None:
-        """The first process writes a training state, which all must call. UserError if their weights have become unlike."""
-        if not self.procs.alike(fingerprint(self.net)):
-            raise UserError(f"the processes' weights differ after {self.nimg} images: a GPU or the network between them is faulty")
-        state = self.state_dict(elapsed)
-        if self.procs.rank == 0:
-            save_checkpoint(outdir, self.nimg, state)
-            drop_old_checkpoints(outdir, self.config.keep)
-
-    def save_snapshots(self, outdir: Path) -> None:
-        """The first process writes each tracked average as a network, which all must call."""
-        for std in self.optimizer.emas:
-            average = self.optimizer.ema(std)
-            if self.procs.rank > 0:
-                continue
-            facts = {name: getattr(self.config, name) for name in ("preset", "batch", "label_dropout")}
-            meta = {"nimg": self.nimg, "std": std, **facts}
-            write_tensors(
-                outdir / snapshot_name(self.nimg, std), average, self.net,
-                encoder=self.encoder, meta=meta, dtype=DTYPES[self.config.snapshot_dtype],
-            )  # fmt: skip
-
-    @property
-    def _compiles(self) -> bool:
-        return self.procs.device.type == "cuda" if self.config.compile is None else self.config.compile
-
-    def _fitting(self, net: Precond) -> Precond:
-        """UserError if a network given does not fit the data."""
-        expected, got = (*self.image_shape[:2], self.dataset.label_dim), (net.img_channels, net.img_resolution, net.label_dim)
-        if got != expected:
-            raise UserError(f"the network takes channels, resolution, labels of {got}, and the data has {expected}")
-        return net
-
-    def _build(self) -> Precond:
-        torch.manual_seed(self.config.seed)  # on the CPU, so that every device starts from the same weights
-        return self.config.build(self.image_shape[1], self.image_shape[0], self.dataset.label_dim)
-
-    def _resume(self, state: dict[str, Any]) -> None:
-        try:
-            self.net.load_state_dict(state["net"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.nimg, self.elapsed = state["nimg"], state["elapsed"]
-        except (KeyError, RuntimeError, TypeError, ValueError) as e:
-            reason = str(e).splitlines()[0]
-            raise UserError(f"the training state in {self.config.outdir} is of another network ({reason})") from e
-
-
-@torch.no_grad()
-def fingerprint(net: Precond) -> Tensor:
-    """int64 `[number of parameters]`: sums of their bits."""
-    return torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in net.parameters()])
-
-
-def open_dataset(config: TrainingConfig, dataset: Dataset | None = None) -> tuple[Dataset, Encoder, tuple[int, int, int]]:
-    """The dataset of a run (that which is given), its encoder, and the shape `(C, H, W)` of what the network sees. UserError if
-    unfit."""
-    if dataset is None:
-        dataset = ImageDataset(config.data, use_labels=config.cond, mirror=config.mirror)
-    channels, height, width = dataset.image_shape
-    if height != width:
-        raise UserError(f"{config.data or 'the dataset'} holds images of {width}x{height}; training needs square ones")
-    encoder, net_channels = encoder_for(channels, dataset.dtype, config.pixel_range)
-    return dataset, encoder, (net_channels, height, width)
-
-
-@dataclass
-class Draws:
-    """The random numbers of one process's share of a step; see `Round`.
-
-    They belong to (seed, image number): the whole batch is drawn and a share of it kept, so that neither the number
-    of processes nor the size of a round changes them.
-    """
-
-    normal: Tensor | None  # for the encoder
-    sigma: Tensor
-    noise: Tensor
-    kept: Tensor | None  # bool `[N]`: whose label stays; all with None
-
-    @classmethod
-    def of_step(cls, trainer: Trainer, share: int) -> "Draws":
-        config, procs = trainer.config, trainer.procs
-        generator = torch.Generator(procs.device).manual_seed(_mix(config.seed, trainer.nimg))
-        if config.dropout > 0:
-            torch.manual_seed(_mix(config.seed, trainer.nimg, procs.rank + 1))
-        mine = slice(procs.rank * share, (procs.rank + 1) * share)
-
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(config.batch, *shape, generator=generator, device=procs.device)[mine]
-
-        sigma, noise = trainer.loss.sigma(randn(1, 1, 1)), randn(*trainer.image_shape)
-        normal = randn(*trainer.image_shape) if trainer.encoder.draws_noise else None
-        kept = None
-        if config.label_dropout > 0:  # drawn last: the others are as without it
-            kept = torch.rand(config.batch, generator=generator, device=procs.device)[mine] >= config.label_dropout
-        return cls(normal, sigma, noise, kept)
-
-    def part(self, part: slice) -> dict[str, Tensor | None]:
-        """Of a `Round`."""
-        return {name: None if x is None else x[part] for name, x in vars(self).items()}
-
-
-def start_from(net: Precond, path: str) -> None:
-    """Copy the weights of a snapshot into `net`; the class embedding stays as drawn where the label count differs.
-
-    UserError if the networks differ otherwise.
-    """
-    source = load_snapshot(path).net.state_dict()
-    target = net.state_dict()
-    if net.label_dim != source.get("unet.emb_label.weight", torch.empty(0, 0)).shape[1]:
-        source.pop("unet.emb_label.weight", None)
-        if net.label_dim:
-            source["unet.emb_label.weight"] = target["unet.emb_label.weight"]
-    unlike = [k for k in sorted(source.keys() | target.keys()) if _shape(source, k) != _shape(target, k)]
-    if unlike:
-        raise UserError(f"--init {path} is another network: {unlike[0]} differs, and {len(unlike) - 1} more")
-    net.load_state_dict(source)
-
-
-def _shape(tensors: Mapping[str, Tensor], key: str) -> torch.Size | None:
-    return tensors[key].shape if key in tensors else None
-
-
-def _mix(*numbers: int) -> int:
-    """One 64-bit seed from several numbers."""
-    return int(np.random.SeedSequence([n % 2**64 for n in numbers]).generate_state(1, np.uint64)[0])

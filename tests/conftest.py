@@ -138,7 +138,7 @@ def config(tmp_path, digits_zip) -> "TrainingConfig":
 
     return TrainingConfig(
         outdir=str(tmp_path / "run"), data=str(digits_zip), preset="digits", batch=16, duration=128, status=32,
-        snapshot=64, checkpoint=64, rampup_Mimg=64e-6, snapshot_dtype="fp32",
+        snapshot=64, checkpoint=64, rampup_Mimg=64e-6, snapshot_dtype="fp32", samples=0,
     )  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def test_status_lines_hold_them(config):
 def test_a_few_images_are_looked_at(config, monkeypatch):
     sizes = []
     own = magnitudes
-    monkeypatch.setattr("edm2.training.magnitudes", lambda net, x, *more: sizes.append(len(x)) or own(net, x, *more))
+    monkeypatch.setattr("edm2.trainer.magnitudes", lambda net, x, *more: sizes.append(len(x)) or own(net, x, *more))
     edm2.train(replace(config, batch=32, status=64))
     edm2.train(replace(config, outdir=config.outdir + "2", status=64, batch=8))
     assert sizes == [16, 8] and diagnostics.EDGES.exp()[[0, -1]].tolist() == pytest.approx([0.002, 80])

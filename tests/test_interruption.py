@@ -32,7 +32,7 @@ def config(tmp_path, digits_zip) -> TrainingConfig:
     """Twelve steps of 16 images, a state after every third."""
     return TrainingConfig(
         outdir=str(tmp_path / "run"), data=str(digits_zip), preset="digits", batch=16, duration=192, status=16,
-        snapshot=96, checkpoint=48, rampup_Mimg=64e-6, snapshot_dtype="fp32",
+        snapshot=96, checkpoint=48, rampup_Mimg=64e-6, snapshot_dtype="fp32", samples=0,
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def command(config: TrainingConfig, *more: str) -> list[str]:
     options = [f"--{name}={getattr(config, name)}" for name in ("outdir", "data", "preset", "batch", "duration", "status", "snapshot")]
     script = "import sys, train; from edm2.presets import PRESETS; from dataclasses import replace\n"
     script += "PRESETS['digits'] = replace(PRESETS['digits'], rampup_Mimg=64e-6)\ntrain.main(sys.argv[1:])"
-    return [sys.executable, "-c", script, *options, f"--checkpoint={config.checkpoint}", "--snapshot-dtype=fp32", *more]
+    return [sys.executable, "-c", script, *options, f"--checkpoint={config.checkpoint}", "--snapshot-dtype=fp32", "--samples=0", *more]
 
 
 def state_of(config: TrainingConfig) -> dict:
@@ -118,7 +118,7 @@ ONE_OF_TWO = """
 import os, signal, sys
 import torch, edm2
 from edm2.config import TrainingConfig
-from edm2.training import Trainer
+from edm2.trainer import Trainer
 fault, options = sys.argv[1], eval(sys.argv[2])
 step = Trainer.step
 def faulty_step(self):

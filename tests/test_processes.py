@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def test_several_processes_equal_one(config, tmp_path, one_thread_env):
     """Through torchrun and train.py, with accumulation: two that share the state equal two that do not to the bit, and go on as
     four; all equal one to rounding."""
-    options = "--preset=digits --batch=16 --status=32 --snapshot=64 --checkpoint=32 --batch-gpu=2".split()
+    options = "--preset=digits --batch=16 --status=32 --snapshot=64 --checkpoint=32 --batch-gpu=2 --samples=0".split()
 
     def launch(name, processes=1, duration=64, *more):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []

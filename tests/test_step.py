@@ -12,7 +12,7 @@ from edm2.distributed import Processes
 from edm2.latents import RGBEncoder
 from edm2.optimizer import EDM2Optimizer
 from edm2.step import Round, TrainingStep
-from edm2.training import Trainer
+from edm2.trainer import Trainer
 from edm2.weights import StepWeights
 from kernels import capturing
 from kernels.jit import INTERPRET
@@ -93,7 +93,8 @@ class TestTablesOfGraphs:
             table = self.capture(monkeypatch, addresses, b)
             assert table is before and table.item() == a.data_ptr()
         assert table.item() == b.data_ptr() and kept == [table]
-        assert [addresses.table([x]).item() for x in (b, c)] == [b.data_ptr(), c.data_ptr()] and table.item() == b.data_ptr()
+        found = [addresses.table([x]).item() for x in (a, b, c)]
+        assert found == [x.data_ptr() for x in (a, b, c)] and table.item() == b.data_ptr()
 
     def test_what_cannot_be(self, monkeypatch):
         addresses, x = Addresses(), torch.zeros(4)

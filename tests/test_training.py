@@ -16,7 +16,7 @@ from edm2.distributed import Processes
 from edm2.image_files import write_zip
 from edm2.latents import RAW_STATISTICS
 from edm2.stats import NonfiniteGuard, read_stats
-from edm2.training import Draws, Trainer
+from edm2.trainer import Draws, Trainer
 from tests.conftest import relative_error
 
 ROOT = Path(__file__).parent.parent

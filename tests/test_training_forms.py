@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import edm2
-from edm2 import training
+from edm2 import trainer
 from edm2.data import ArrayDataset
 from edm2.distributed import Processes
 from edm2.image_files import write_zip
 from edm2.stats import read_stats
-from edm2.training import Trainer
+from edm2.trainer import Trainer
 from tests.conftest import relative_error
 from tests.test_training import CPU, equal
 
@@ -84,7 +84,7 @@ class TestCompiled:
     @pytest.fixture(autouse=True)
     def traced(self, monkeypatch):
         """Without a C++ compiler: the graphs' own code is called."""
-        monkeypatch.setattr(training, "BACKEND", "aot_eager")
+        monkeypatch.setattr(trainer, "BACKEND", "aot_eager")
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
 

@@ -46,7 +46,11 @@ def draw(stats: list[dict[str, Any]], out: Path) -> None:
 def _draw_loss(axes: Any, stats: list[dict[str, Any]]) -> None:
     keys = "Progress/kimg", "Loss/loss", "Loss/learning_rate"
     kimg, loss, lr = ([line.get(key, math.nan) for line in stats] for key in keys)
-    axes.plot(kimg, loss, color="tab:blue")
+    axes.plot(kimg, loss, color="tab:blue", label="of training images")
+    held_out = [(line["Progress/kimg"], line["Loss/held_out"]) for line in stats if line.get("Loss/held_out") is not None]
+    if held_out:
+        axes.plot(*zip(*held_out), color="tab:orange", label="of held-out images")
+        axes.legend(loc="upper center")
     axes.set(xlabel="training images (thousands)", ylabel="loss: λ·(D − y)²/exp(u) + u")
     axes.grid(alpha=0.3)
     right = axes.twinx()
