@@ -144,3 +144,24 @@ def test_runs_that_do_not_record_their_precision(config):
     with pytest.raises(edm2.UserError, match="precision: fp16 there, bf16 here"):
         edm2.train(replace(config, precision="bf16"))
     edm2.train(config)
+
+
+@pytest.mark.gpu
+class TestOnAGPU:
+    """To the bit, where cuDNN chooses nothing by its time."""
+
+    @pytest.mark.parametrize("options", [{}, {"compile": False}, {"cuda_graph": True}, {"precision": "bf16", "batch_gpu": 4}], ids=str)
+    def test_resume_equals_no_interruption(self, config, options, tmp_path):
+        config = replace(config, bench=False, dropout=0.1, **options)
+        whole = edm2.train(config)
+        parts = replace(config, outdir=str(tmp_path / "parts"))
+        edm2.train(replace(parts, duration=64))
+        assert equal(edm2.train(parts).state_dict(0), whole.state_dict(0))
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_a_graph_equals_plain_steps(self, config, compiled):
+        """With accumulation and dropped labels."""
+        config = replace(config, bench=False, compile=compiled, batch_gpu=8, label_dropout=0.2, samples=4)
+        plain = edm2.train(config)
+        graphed = edm2.train(replace(config, outdir=config.outdir + "2", cuda_graph=True))
+        assert graphed._step._graph is not None and equal(graphed.state_dict(0), plain.state_dict(0))
