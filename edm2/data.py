@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -234,10 +235,18 @@ class _BatchReader(torch.utils.data.Dataset):
             return e
 
 
-def _ignore_signals(_: int) -> None:
-    """A signal to the whole group of processes is for the one that trains: workers go when it goes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+def _outlive_signals(_: int) -> None:
+    """One to the whole group of processes is for the one that trains, which still needs its workers; it ends them by its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # which tells who sent it; on Linux
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_asked, daemon=True).start()
+
+
+def _end_when_asked() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _read_batches(reader: _BatchReader, indices: Iterator[np.ndarray], workers: int):
@@ -248,7 +257,7 @@ def _read_batches(reader: _BatchReader, indices: Iterator[np.ndarray], workers: 
         # workers, which must not disturb the global random state.
         source = torch.utils.data.DataLoader(
             reader, sampler=indices, batch_size=None, num_workers=workers, pin_memory=pin, generator=torch.Generator(),
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_outlive_signals,
         )  # fmt: skip
     for batch in source:
         if isinstance(batch, UserError):

@@ -34,6 +34,10 @@ class Prefetcher:
         self._ahead = self._sent()
         return batch
 
+    def close(self) -> None:
+        """Let go of the source and what it holds: processes, pinned memory."""
+        self.source, self._ahead = iter(()), None
+
     def take_wait(self) -> float:
         """`waited` since the last call."""
         waited, self.waited = self.waited, 0.0

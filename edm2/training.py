@@ -69,5 +69,6 @@ def train(
                     trainer.save_state(outdir, status.elapsed)
                 status.pause(saving)
         status.close()
+        trainer.data.close()
         procs.barrier()
     return trainer

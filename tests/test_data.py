@@ -3,7 +3,11 @@
 import itertools
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from edm2.image_files import ImageFiles
 from tests.dataset_files import PNG, fails, pixels
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # machines with one core
+ROOT = Path(__file__).parent.parent
 
 
 
@@ -199,3 +204,24 @@ def test_damaged_file_met_while_training(numbered, workers):
     stream = batches(ImageDataset(numbered, use_labels=False), 0, 0, 11, cache_bytes=0, workers=workers)
     with fails("cannot read .*numbered.zip/x.png: .*truncated"):
         next(stream)
+
+
+SCRIPT = """
+import signal, sys
+from edm2.data import ImageDataset, batches
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+stream = batches(ImageDataset(sys.argv[1]), 0, 0, 2, cache_bytes=0, workers=1)
+next(stream)
+print("started", flush=True)
+input()
+print(sum(len(next(stream)[0]) for _ in range(20)))
+"""
+
+
+def test_workers_outlive_a_signal_to_all_but_not_their_process(numbered):
+    """Which saves itself first, and here holds on to its stream until the interpreter is gone."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(numbered)], cwd=ROOT, start_new_session=True, **pipes)
+    assert process.stdout.readline() == "started\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.communicate("\n", timeout=60) == ("40\n", "") and process.returncode == 0
