@@ -8,6 +8,8 @@ import torch
 
 Candidates = dict[str, Callable[[], Any]]
 REFERENCE = "reference"  # a candidate of this name is what the others are compared with, and is not timed
+OURS = "edm2"  # the candidate that is this project; its variants' names start so
+OWN_COMPILED = "edm2 compiled"  # this project's training step by torch.compile, as `train.py` has it on a GPU
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.case import Case
+from bench.case import OURS, Case
 from bench.ledger import launches_of
-from bench.runner import OURS, UNFINISHED, Save, blank, broken, reason, run_case, this_device
+from bench.runner import UNFINISHED, Save, blank, broken, reason, run_case, this_device
 from edm2.backends import full_precision
 from kernels import batch_invariance
 from kernels.jit import Launch, warm, warm_key

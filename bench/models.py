@@ -17,7 +17,7 @@ from torch import Tensor
 
 import edm2
 from bench.baseline import Baseline, BaselineOptimizer, UnpreparedWeights, mp_cat
-from bench.case import Candidates, Case, data_size
+from bench.case import OWN_COMPILED, Candidates, Case, data_size
 from bench.ledger import fake_network, make_state
 from edm2.data import ImageDataset, batches
 from edm2.latents import Encoder, encoder_for
@@ -80,11 +80,13 @@ def train_case(preset: str, batch: int, needs_gpu: bool = True) -> Case:
 
     def build(device: torch.device) -> Candidates:
         inputs = make_inputs(preset, batch, device)
+        own = partial(_Step, preset, device, inputs, lambda net: net, edm2.EDM2Optimizer, StepWeights)
         return {
             "eager": _Step(preset, device, inputs, Baseline, BaselineOptimizer),
             "eager channels-last": _Step(preset, device, inputs, lambda net: Baseline(net, fast=True), BaselineOptimizer),
             compile_name(device): _Step(preset, device, inputs, compiled_baseline, BaselineOptimizer),
-            "edm2": _Step(preset, device, inputs, lambda net: net, edm2.EDM2Optimizer, StepWeights),
+            "edm2": own(),
+            own_compile_name(device): own(loss=compile_for(device, edm2.denoising_loss)),
         }
 
     flops = 6.0 * macs(preset) * batch
@@ -196,6 +198,10 @@ def compile_name(device: torch.device, mode: str | None = None) -> str:
     return name if mode is None else f"{name} {mode}"
 
 
+def own_compile_name(device: torch.device) -> str:
+    return OWN_COMPILED if device.type == "cuda" else f"edm2 {compile_name(device)}"
+
+
 @lru_cache(maxsize=1)
 def data_stream(preset: str, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]], Encoder]:
     """The training loop's own stream of batches, of `batch` random images that it keeps decoded in memory."""
@@ -221,9 +227,9 @@ class _Step:
 
     def __init__(
         self, preset: str, device: torch.device, inputs: dict[str, Tensor], wrap: Callable, optimizer_type: type,
-        weights_type: type = UnpreparedWeights,
+        weights_type: type = UnpreparedWeights, loss: Callable[..., Tensor] = edm2.denoising_loss,
     ):  # fmt: skip
-        self.device, self.inputs = device, inputs
+        self.device, self.inputs, self._loss = device, inputs, loss
         self._types = wrap, optimizer_type, weights_type
         self._preset, self._state, self._round = preset, None, ExitStack()
 
@@ -239,7 +245,7 @@ class _Step:
         model, optimizer, weights = self._state
         optimizer.zero_grad()
         self._round.enter_context(weights.prepared())
-        return edm2.denoising_loss(model, **self.inputs)
+        return self._loss(model, **self.inputs)
 
     def _build(self, net: edm2.Precond) -> tuple:
         wrap, optimizer_type, weights_type = self._types

@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import kernels
-from bench.case import REFERENCE, Case
+from bench.case import OURS, REFERENCE, Case
 from bench.machine import describe
 from bench.measure import measure_in_turn
 from edm2.backends import full_precision, peak_flops
 from edm2.files import make_folder, replacing
 
 CEILINGS = {"kernels/gemm/square": "TFLOP/s", "kernels/copy": "GB/s"}
-OURS = "edm2"  # the candidate that is this project; its variants' names start so
 UNFINISHED = "did not finish"
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from bench import cases
-from bench.case import Case
+from bench.case import OWN_COMPILED, Case
 from edm2.backends import full_precision, keep_freed_memory
 from edm2.errors import UserError
 
 CPU_CASES = [next(cases.group_cases(group)) for group in ("train", "sample", "optimizer")]  # the digits
 BY_GROUP = {
-    "train": ("eager", "eager channels-last", "compile", "edm2"),
+    "train": ("eager", "eager channels-last", "compile", "edm2", OWN_COMPILED),
     "sample": ("eager", "eager channels-last", "compile", "edm2"),
     "block": ("eager", "eager channels-last", "compile", "edm2"),
     "optimizer": ("eager", "edm2"),
@@ -38,7 +38,7 @@ PAIRS = [(case, name) for case in (*CPU_CASES, *cases.gpu_cases()) for name in c
 def test_case(benchmark, case, candidate):
     if case.needs_gpu and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if candidate and candidate.startswith("compile") and not torch.cuda.is_available():
+    if candidate and "compile" in candidate and not torch.cuda.is_available():
         pytest.skip("compiling for a CPU is no baseline")
     full_precision()
     keep_freed_memory()

@@ -21,11 +21,11 @@ import kernels.fallback
 from bench import cases, counted, gpu
 from bench.__main__ import main
 from bench.baseline import Baseline, BaselineOptimizer
-from bench.case import Case
+from bench.case import OWN_COMPILED, Case
 from bench.convs import conv_cases, conv_shapes
 from bench.isolated import Isolated, case_launches, finish, start_compiling, to_warm
 from bench.ledger import CANDIDATES, Entry, Recorder, count, fake_network, inputs_for, launches_of
-from bench.models import compile_for, data_stream, make_inputs, make_network
+from bench.models import compile_for, data_stream, make_inputs, make_network, train_case
 from bench.runner import run_cases
 from bench.sampling import sample_case
 from edm2.backends import full_precision
@@ -150,8 +150,9 @@ class TestRunner:
         assert {case["group"] for case in stored} == set(groups)
         failures = {f"{case['case']} {name}": f["failure"] for case in stored for name, f in case["candidates"].items() if "failure" in f}
         assert not failures
-        parts = next(case for case in stored if case["group"] == "train")["candidates"]["edm2"]["parts"]
-        assert parts.keys() == {"data", "forward", "backward", "optimizer"} and min(parts.values()) > 0
+        trained = next(case for case in stored if case["group"] == "train")["candidates"]
+        for parts in (trained[name]["parts"] for name in ("edm2", "edm2 traced, not compiled")):
+            assert parts.keys() == {"data", "forward", "backward", "optimizer"} and min(parts.values()) > 0
 
     def test_a_case_that_cannot_be_built_says_so(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "diffusers", None)
@@ -189,6 +190,17 @@ class TestRunner:
         with torch._dynamo.config.patch(error_on_recompile=True):
             results = run_cases([sized(3), sized(4)], tmp_path, budget=60, runs=3)
         assert not any("failure" in result["candidates"]["compile"] for result in results)
+
+    def test_a_step_is_compiled_whole_and_for_its_size(self, monkeypatch):
+        """As `train.py` does: forward, loss and backward are one graph, which later steps use again."""
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        candidates = train_case("digits", 4, needs_gpu=False).build(torch.device("cpu"))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            losses = [[candidates[name]() for _ in range(3)] for name in ("edm2", "edm2 traced, not compiled")]
+        counters = torch._dynamo.utils.counters
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+        assert relative_error(torch.stack(losses[1]), torch.stack(losses[0])) < 1e-5
 
     def test_convolutions_of_the_published_network(self):
         """92.94 G of 100.8 G multiply-adds are 3×3 convolutions."""
@@ -356,6 +368,9 @@ class TestGpu:
         candidates = {"eager": {"images/s": 200.0}, "compile": {"images/s": 400.0}, "edm2": {"images/s": 1000.0}}
         result = {"group": "train", "preset": "edm2-img512-s", "batch": 256, "candidates": candidates}
         assert gpu.answer([result]) == "training edm2-img512-s, batch 256: edm2 1000 images/s, 5.00 × eager (200), 2.50 × compile (400)"
+        candidates[OWN_COMPILED] = {"images/s": 1100.0}
+        assert gpu.answer([result]).endswith(": edm2 compiled 1100 images/s, 5.50 × eager (200), 2.75 × compile (400), 1.10 × edm2 (1000)")
+        del candidates[OWN_COMPILED]
         candidates["edm2"] = {"failure": "no luck"}
         assert gpu.answer([result]).endswith("edm2 no luck, eager (200), compile (400)")
 

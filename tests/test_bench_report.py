@@ -8,8 +8,9 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from bench import counted, gpu
+from bench import counted, gpu, training_goals
 from bench.__main__ import main
+from bench.case import OWN_COMPILED
 from bench.convs import LIBRARY, conv_shapes, row
 from bench.fused import FUSIONS, fused_name, parts, sites
 from bench.plots import plan
@@ -130,7 +131,7 @@ class TestTables:
         return (root / "README.md").read_text().splitlines()
 
     def test_the_answer_comes_first(self, lines):
-        answer = "512 images/s; 2.00× eager (256), 1.20× compile max-autotune (427); each at its best batch."
+        answer = "edm2 512 images/s; 2.00× eager (256), 1.20× compile max-autotune (427); each at its best batch."
         assert lines[lines.index(BEGIN) + 1] == f"**EDM2-S training on nvidia-h200: {answer}**"
 
     def test_rows(self, lines):
@@ -173,7 +174,7 @@ class TestTables:
         store(root, [train("s", 64, {"edm2": None})], "nvidia-h100")
         update(root)
         text = (root / "README.md").read_text()
-        assert "on nvidia-h100: failed; eager unmeasured, compile unmeasured;" in text
+        assert "on nvidia-h100: edm2 failed; eager unmeasured, compile unmeasured;" in text
         assert "Unmeasured here: evaluations of the network; reading training data, by two worker processes; ends of trajectories" in text
 
     def test_the_full_page_has_every_candidate(self, root, lines):
@@ -270,11 +271,65 @@ class TestConvolutions:
     def test_a_run_ends_with_them(self, tmp_path, monkeypatch, capsys):
         tests = {"passed": 0, "failed": 0, "skipped": 0, "failures": [], "stopped": False, "seconds": 0.0}
         monkeypatch.setattr(gpu, "run_tests", lambda *args: tests)
-        monkeypatch.setattr(gpu, "run_cases", lambda *args: convolutions())
+        monkeypatch.setattr(gpu, "run_cases", lambda *args: [*convolutions(), train("s", 256, {"eager": 600, "edm2": 256})])
         gpu.run(lambda: [], [], tmp_path, 60, 3)
-        assert (
-            capsys.readouterr().out.splitlines()[-1].startswith("encoder block 64×64×192, forward and backward | 1 | 1.60 | 1.5×: reached")
-        )
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1].startswith("encoder block 64×64×192, forward and backward | 1 | 1.60 | 1.5×: reached")
+        assert "images/s | 1,000 | ≥ 950: reached" in lines and "speed against eager | 2.34× | ≥ 2.2×: reached" in lines
+
+
+class TestTraining:
+    """The goals of EDM2-S at batch 256."""
+
+    def rows(self, *cases: dict) -> dict[str, list[str]]:
+        (((_, *header), rows),) = training_goals.training(cases)
+        return {"": header} | {row[0]: row[1:] for row in rows}
+
+    def step(self, **facts) -> dict:
+        """600 images/s of eager and 990 of this project compiled; `facts` of the latter."""
+        case = train("s", 256, {"eager": 25600 / 60, "compile": 25600 / 70, "edm2": 25600 / 94, OWN_COMPILED: 25600 / 99})
+        case["candidates"][OWN_COMPILED] |= {"MFU": 0.6, "peak_memory": 15 * 2**30, **facts}
+        return case
+
+    def test_all_are_judged_by_the_quickest_of_this_project(self):
+        parts = {"data": 0.01, "forward": 0.1, "backward": 0.145, "optimizer": 0.005}
+        rows = self.rows(train("s", 64, {"edm2": 1}), train("m", 256, {"edm2": 1}), self.step(parts=parts))
+        assert rows == {
+            "": ["edm2 compiled", "goal"],
+            "images/s": ["990", "≥ 950: reached"],
+            "MFU": ["60%", "≥ 58%: reached"],
+            "speed against eager": ["1.65×", "≥ 2.2×: missed"],
+            "speed against compile": ["1.41×", "≥ 1.4×: reached"],
+            "peak memory against eager": ["0.5×", "≤ 0.6×: reached"],
+            "outside forward and backward": ["2% (5.8% with data)", "≤ 2.5%: reached"],
+        }
+
+    def test_at_most_is_not_at_least(self):
+        rows = self.rows(self.step(peak_memory=21 * 2**30, parts={"data": 0, "forward": 0.1, "backward": 0.2, "optimizer": 0.02}))
+        assert rows["peak memory against eager"] == ["0.7×", "≤ 0.6×: missed"]
+        assert rows["outside forward and backward"][1] == "≤ 2.5%: missed"
+
+    def test_the_best_of_torch_compile(self):
+        """Of any mode, and not this project's own."""
+        slow = train("s", 256, {"eager channels-last": 600, "compile max-autotune": 25600 / 75}, "max-autotune")
+        assert self.rows(self.step(), slow)["speed against compile max-autotune"] == ["1.32×", "≥ 1.4×: missed"]
+
+    def test_what_is_unmeasured(self):
+        rows = self.rows(train("s", 256, {"eager": None, "edm2": 270}))
+        assert rows[""][0] == "edm2" and rows["images/s"][1] == "≥ 950: missed"
+        for name in ("speed against eager", "speed against compile", "peak memory against eager"):
+            assert rows[name][0] == "unmeasured" and rows[name][1].endswith(": unmeasured")
+        assert all(cells[0] == "unmeasured" for name, cells in self.rows(train("s", 256, {"eager": 270})).items() if name)
+        assert training_goals.training([train("s", 64, {"edm2": 1})]) == []
+
+    def test_where_it_is_shown(self, root, monkeypatch):
+        monkeypatch.setattr("bench.plots.draw", lambda planned, folder: None)
+        store(root, [self.step()])
+        update(root)
+        for path in ("README.md", "docs/bench/nvidia-h200.md"):
+            text = (root / path).read_text()
+            assert "goals are for an H200" in text and "| training step | edm2 compiled | goal |" in text
+        assert "nvidia-h200: edm2 compiled 990 images/s; 1.65× eager (600), 1.41× compile (700);" in (root / "README.md").read_text()
 
 
 class TestLedger:
