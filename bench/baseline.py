@@ -182,5 +182,5 @@ class UnpreparedWeights:
     def prepared(self) -> nullcontext:
         return nullcontext()
 
-    def project(self) -> None:
+    def project(self, start_sum: None = None) -> None:
         pass

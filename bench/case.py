@@ -30,6 +30,8 @@ class Case:
     launches: int = 1  # in a row, which may take as many head starts
     compiles: bool = False  # worth compiling ahead, beside other cases
     dtype: str = ""  # of activations; empty: the networks' own, fp16 on a GPU and fp32 elsewhere
+    timed: bool = True  # or run once, for what comes out
+    limit: float = 0.0  # seconds that a candidate may take in any case, where others may take less
 
     @property
     def group(self) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from bench.case import Case
 from bench.convs import WAYS, conv_case, conv_cases
+from bench.equivalence import equivalence_case
 from bench.fused import FUSIONS, Site, fused_case, fused_cases
 from bench.library import attention_case, ceiling_cases, copy_case, gemm_case, sdpa_cases
 from bench.models import block_case, compiled_case, optimizer_case, train_case
@@ -62,9 +63,17 @@ def group_cases(group: str) -> Iterator[Case]:
     elif group == "difference":
         yield difference_case("digits", 64, STEPS, needs_gpu=False)
         yield from (difference_case(preset, 64, STEPS) for preset in PRESETS)
+    elif group == "equivalence":
+        yield equivalence_case("digits", 32, needs_gpu=False)
+        yield trained_alike()
     elif group == "optimizer":
         yield optimizer_case("digits", needs_gpu=False)
         yield from map(optimizer_case, PRESETS)
+
+
+def trained_alike() -> Case:
+    """The smallest published network, which is minutes in fp32."""
+    return equivalence_case("edm2-img512-xxs", 32, limit=240)
 
 
 def kernel_cases(preset: str = "edm2-img512-s") -> tuple[list[Case], list[Case]]:
@@ -119,6 +128,7 @@ def rehearsal_cases() -> Iterator[Case]:
     yield sample_case("digits", 8, steps=2, guided=True, needs_gpu=False)
     yield sample_case("digits", 8, steps=2, decoded=True, needs_gpu=False)
     yield difference_case("digits", 8, 2, needs_gpu=False)
+    yield equivalence_case("digits", 4, steps=3, compiled=False, needs_gpu=False)
     yield reading_case(8, files=32)
     yield optimizer_case("digits", needs_gpu=False)
 
@@ -147,6 +157,7 @@ def gpu_cases() -> Iterator[Case]:
     yield compiled_case(preset, 256, "reduce-overhead")
     yield from conv_cases(preset, 256, 1)
     yield from (*sdpa_cases(), *others, *evaluated_convolutions(preset))
+    yield trained_alike()
     for preset in ("edm2-img512-xs", "edm2-img512-m", "edm2-img512-l", "edm2-img512-xl", "edm2-img512-xxl"):
         for batch in (64, 32, 16):
             yield train_case(preset, batch)

@@ -29,8 +29,8 @@ SPAWN = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
 class Isolated:
     """Runs cases like `run_case`, all in one process as long as it lives, and a fresh one after it.
 
-    A candidate that ends the process, that takes more than `limit` seconds or that is at work at `deadline` (as of
-    `time.monotonic`) is reported as failed, with what the candidates before it came to. A context manager.
+    A candidate that ends the process, that takes more than `limit` seconds (the case's own if that is more) or that is at
+    work at `deadline` (as of `time.monotonic`) is reported as failed, with what the candidates before it came to. A context manager.
     """
 
     def __init__(self, source: Source, limit: float, deadline: float):
@@ -53,7 +53,7 @@ class Isolated:
         try:
             self.connection.send((case.name, ceilings, runs))
             while state == "at work":
-                left = min(self.limit, self.deadline - time.monotonic())
+                left = min(max(self.limit, case.limit), self.deadline - time.monotonic())
                 if not self.connection.poll(max(left, 0)):
                     self._stop()
                     return failed(result, f"stopped after {max(left, 0):.0f} s")

@@ -1,4 +1,4 @@
-"""Pictures of the results: speed-up by preset, roofline, phases of a training step.
+"""Pictures of the results: speed-up by preset, roofline, phases of a training step, losses of trainings that should agree.
 
 Each PNG holds a digest of what it shows, so that an outdated one is found without drawing it again.
 """
@@ -9,6 +9,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from edm2.errors import UserError
@@ -17,11 +18,13 @@ from edm2.presets import PRESETS
 
 # Okabe and Ito's colours, told apart by colour-blind readers; the first is this project's.
 OURS, OTHERS = "#D55E00", ("#999999", "#56B4E9", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
+SMOOTHED = 10  # steps of training that are one point of a curve
 PHASES = {"data": "#E69F00", "forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#CC79A7"}
 CAPTIONS = {
     "speedup": "Training speed relative to eager, by preset",
     "roofline": "Roofline with every kernel that was measured",
     "steps": "Phases of a training step",
+    "equivalence": "Loss of training by this project and by the plain network in fp32",
 }
 
 
@@ -122,6 +125,16 @@ def _select_steps(cases: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, 
     return panels
 
 
+def _select_equivalence(cases: list[dict[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
+    """Preset and batch → candidate → loss of each step, the plain network's first."""
+    found = {}
+    for case in cases:
+        losses = {name: facts["losses"] for name, facts in case["candidates"].items() if facts.get("losses")}
+        if case["group"] == "equivalence" and losses:
+            found[f"{case['preset']}, batch {case['batch']}"] = {name: losses[name] for name in in_order(set(losses))}
+    return found
+
+
 def _phases(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     parts = {name: facts["parts"] for name, facts in case["candidates"].items() if "parts" in facts}
     return {name: {phase: seconds * 1e3 for phase, seconds in parts[name].items()} for name in in_order(set(parts))}
@@ -209,5 +222,26 @@ def _draw_steps(figure, data: dict[str, dict[str, dict[str, float]]]) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
 
-SELECT = {"speedup": _select_speedup, "roofline": _select_roofline, "steps": _select_steps}
-DRAW = {"speedup": _draw_speedup, "roofline": _draw_roofline, "steps": _draw_steps}
+def _draw_equivalence(figure, data: dict[str, dict[str, list[float | None]]]) -> None:
+    figure.set_size_inches(8, 0.6 + 3.4 * len(data))
+    for axes, (title, losses) in zip(figure.subplots(len(data), squeeze=False).ravel(), data.items()):
+        for name, curve in losses.items():
+            ours = name.startswith("edm2")
+            steps, means = _means(curve)
+            axes.plot(steps, means, color=OURS if ours else OTHERS[0], linewidth=1 if ours else 4, label=name)
+        axes.set(xlabel=f"step; means of {SMOOTHED}", ylabel="loss")
+        axes.set_title(title, fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3, linewidth=0.5)
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _means(curve: list[float | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of steps, and the mean of as many as are drawn as one point."""
+    size = min(SMOOTHED, len(curve))
+    losses = np.array(curve, float)[: len(curve) // size * size].reshape(-1, size)
+    return size * (np.arange(len(losses)) + 1), losses.mean(axis=1)
+
+
+SELECT = {"speedup": _select_speedup, "roofline": _select_roofline, "steps": _select_steps, "equivalence": _select_equivalence}
+DRAW = {"speedup": _draw_speedup, "roofline": _draw_roofline, "steps": _draw_steps, "equivalence": _draw_equivalence}

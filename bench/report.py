@@ -20,12 +20,14 @@ TITLES = {
     "sample": "Evaluations of the network",
     "data": "Reading training data, by two worker processes",
     "difference": "Ends of trajectories in fp16, their relative difference from fp32",
+    "equivalence": "Loss of training against that of the plain network in fp32",
     "optimizer": "The optimizer's step alone",
     "block": "One block, forward and backward",
     "kernels": "Kernels",
 }
 TRAINING = "The training step of EDM2-S at batch 256; the goals are for an H200"
 CONVOLUTIONS = "Convolutions of EDM2-S at batch 256; the goals are for an H200"
+OWN_TABLES = "equivalence", "kernels"  # groups that are no table of times by case and candidate
 FACTS = {  # of a machine's description, and how they read
     "name": "{}", "threads": "{} threads", "driver_version": "driver {}", "power.limit": "power limit {}",
     "torch": "PyTorch {}", "triton": "Triton {}", "commit": "commit {}",
@@ -171,7 +173,9 @@ def _section(root: Path, machine: Machine) -> str:
     """A machine in the README."""
     parts = [f"### {machine.name}", _described(machine), *_pictures(root, machine, "docs/bench/")]
     tables = {group: machine.of(group) for group in TITLES}
-    parts += [f"{TITLES[group]}:\n\n{_wide(cases)}" for group, cases in tables.items() if cases and group != "kernels"]
+    parts += [f"{TITLES[group]}:\n\n{_wide(cases)}" for group, cases in tables.items() if cases and group not in OWN_TABLES]
+    if tables["equivalence"]:
+        parts.append(f"{TITLES['equivalence']}:\n\n{_table(*training_goals.equivalence(tables['equivalence']))}")
     parts += [f"{TRAINING}:\n\n{_table(*table)}" for table in training_goals.training(machine.merged)]
     if averages := [_table(*table) for table in goals.averages(machine.merged)]:
         parts.append(f"{CONVOLUTIONS}:\n\n" + "\n\n".join(averages))
@@ -273,8 +277,11 @@ def _full(root: Path, machine: Machine) -> str:
     parts += [f"## {CONVOLUTIONS}", *averages, *_convolutions(machine)] if averages else []
     for group, title in TITLES.items():
         cases = [case for case in machine.cases if case["group"] == group]
-        rows = [_details(case["case"], *item) for case in cases for item in case["candidates"].items()]
-        parts += [f"## {title}", _table(header, rows) if rows else "Unmeasured."]
+        if group == "equivalence":
+            table = training_goals.equivalence(cases)
+        else:
+            table = header, [_details(case["case"], *item) for case in cases for item in case["candidates"].items()]
+        parts += [f"## {title}", _table(*table) if cases else "Unmeasured."]
     return "\n\n".join(parts) + "\n"
 
 

@@ -135,7 +135,8 @@ def reason(e: Exception) -> str:
 def _check(
     case: Case, name: str, run: Callable[[], Any], device: torch.device, reference: list[Tensor] | None
 ) -> tuple[dict[str, Any], list[Tensor]]:
-    """The largest error of a candidate's first outputs, and copies of them where they are the reference."""
+    """The largest error of a candidate's first outputs, with what it records of itself, and copies of them where they are
+    the reference."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     kernels.clear_fallbacks()
@@ -145,6 +146,7 @@ def _check(
     else:
         error, outputs = _largest_error(_tensors(outputs), reference), reference
     facts: dict[str, Any] = {"error": error if math.isfinite(error) else None, "tolerance": case.tolerance}
+    facts |= run.record() if hasattr(run, "record") else {}
     if not error <= case.tolerance:
         facts["failure"] = f"error {error:.2e} above {case.tolerance}"
     return facts | (_kernels_used(device) if name.startswith(OURS) else {}), outputs
@@ -166,8 +168,8 @@ def _kernels_used(device: torch.device) -> dict[str, Any]:
 
 
 def _time(case: Case, candidates: dict[str, Any], results: dict[str, dict[str, Any]], device: torch.device, runs: int) -> None:
-    """Add timings to the results of the candidates that are right."""
-    right = {name: run for name, run in candidates.items() if "failure" not in results[name]}
+    """Add timings to the results of the candidates that are right, where the case is timed."""
+    right = {name: run for name, run in candidates.items() if case.timed and "failure" not in results[name]}
     how = dict(flush=case.flush, warmup=case.warmup, launches=case.launches)
     timings = measure_in_turn(list(right.values()), device, runs, **how) if right else []
     for (name, run), timing in zip(right.items(), timings):
@@ -231,10 +233,11 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def line(result: dict[str, Any]) -> str:
-    """One line per case: each candidate's median and rate."""
+    """One line per case: each candidate's median and rate, or its error where nothing was timed."""
     parts = []
     for name, c in result["candidates"].items():
         units = ("TFLOP/s", "GB/s") if result["group"] == "kernels" else ("images/s", "GB/s")
         rate = next((f", {c[u]:.3g} {u}" for u in units if u in c), "")
-        parts.append(f"{name}: {c['failure']}" if "failure" in c else f"{name} {c['median'] * 1e3:.3f} ms{rate}")
+        found = f" {c['median'] * 1e3:.3f} ms{rate}" if "median" in c else f" error {c['error']:.2e}"
+        parts.append(name + (f": {c['failure']}" if "failure" in c else found))
     return f"{result['case']}  " + " | ".join(parts)

@@ -31,7 +31,7 @@ def candidates_of(case: Case) -> tuple[str | None, ...]:
     return OWN_KERNELS if case.group == "kernels" and case.compiles else BY_GROUP[case.group]
 
 
-PAIRS = [(case, name) for case in (*CPU_CASES, *cases.gpu_cases()) for name in candidates_of(case)]
+PAIRS = [(case, name) for case in (*CPU_CASES, *cases.gpu_cases()) if case.timed for name in candidates_of(case)]
 
 
 @pytest.mark.parametrize(("case", "candidate"), PAIRS, ids=lambda x: getattr(x, "name", x) or "library")

@@ -1,4 +1,4 @@
-"""Training against its goals: speed, memory and what is not forward and backward."""
+"""Training against its goals: speed, memory and what is not forward and backward; the loss against the plain network's."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -38,6 +38,32 @@ def training(cases: Iterable[Result]) -> list[Table]:
     if with_data is not None:
         rows[-1][1] += f" ({with_data:.1%} with data)"
     return [(["training step", best or OURS, "goal"], rows)] if own else []
+
+
+def equivalence(cases: Iterable[Result]) -> Table:
+    """A row for each case: the losses over its last steps, their relative difference, the goal."""
+    return ["mean loss", "eager, float32", "this project", "off by", "goal"], [_alike(case) for case in cases]
+
+
+def _alike(case: Result) -> list[str]:
+    plain = case["candidates"].get("eager", {})
+    name, ours = next((item for item in case["candidates"].items() if item[0].startswith(OURS)), (OURS, {}))
+    error, goal = ours.get("error"), ours.get("tolerance", 0)
+    error = None if plain.get("loss") is None else error  # without the other it was compared with itself
+    failure = plain.get("failure") or ours.get("failure")
+    if error is not None and error > goal:
+        state = "missed"
+    elif failure or error is None:
+        state = f"failed: {failure[:60]}".replace("|", r"\|") if failure else "unmeasured"
+    else:
+        state = "reached"
+    steps = f"{case['preset']}, batch {case['batch']}, last {case['last']} of {case['steps']:,} steps"
+    off = "unmeasured" if error is None else f"{100 * error:.2g}%"
+    return [steps, _loss(plain), f"{_loss(ours)} ({name}, {case['dtype']})", off, f"≤ {100 * goal:.3g}%: {state}"]
+
+
+def _loss(facts: Result) -> str:
+    return "unmeasured" if facts.get("loss") is None else f"{facts['loss']:.5f}"
 
 
 def _row(name: str, value: float | None, form: str, goal: float, at_most: bool = False, factor: float = 1) -> list[str]:
