@@ -238,6 +238,8 @@ def line(result: dict[str, Any]) -> str:
     for name, c in result["candidates"].items():
         units = ("TFLOP/s", "GB/s") if result["group"] == "kernels" else ("images/s", "GB/s")
         rate = next((f", {c[u]:.3g} {u}" for u in units if u in c), "")
-        found = f" {c['median'] * 1e3:.3f} ms{rate}" if "median" in c else f" error {c['error']:.2e}"
-        parts.append(name + (f": {c['failure']}" if "failure" in c else found))
+        if "failure" in c:
+            parts.append(f"{name}: {c['failure']}")
+        else:
+            parts.append(f"{name} {c['median'] * 1e3:.3f} ms{rate}" if "median" in c else f"{name} error {c['error']:.2e}")
     return f"{result['case']}  " + " | ".join(parts)

@@ -143,7 +143,7 @@ class TestRunner:
     def test_rehearsal(self, tmp_path, monkeypatch):
         """Every kind of case, and equal losses, on small sizes."""
         monkeypatch.chdir(tmp_path)
-        for command in (groups := ("kernels", "block", "train", "sample", "data", "difference", "optimizer")):
+        for command in (groups := ("kernels", "block", "train", "sample", "data", "difference", "equivalence", "optimizer")):
             result = CliRunner().invoke(main, [command, "--dry-run"])
             assert result.exit_code == 0 and "failure" not in result.output and "above" not in result.output, result.output
         stored = [json.loads(path.read_text()) for path in (tmp_path / "out" / "rehearsal").iterdir()]
@@ -335,6 +335,9 @@ class TestGpu:
         assert batches[0] == ["train/edm2-img512-s/n256"] and [len(x) for x in batches] == [1] * 6 + [8] * 3
         assert all(name.startswith("kernels/") for batch in batches[6:] for name in batch)
         assert len({case.name for case in chosen}) == len(chosen)
+        ((place, thousand),) = ((i, case) for i, case in enumerate(chosen) if case.group == "equivalence")
+        assert len(chosen) / 2 < place < len(chosen) - 1 and thousand.limit > 0 and thousand.facts["steps"] == 1000
+        assert [case.name for case in cases.group_cases("equivalence")] == ["equivalence/digits/n32", thousand.name]
 
     def test_kernels_of_a_step_are_compiled_ahead(self, monkeypatch):
         compiled = []

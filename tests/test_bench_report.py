@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
@@ -13,7 +14,7 @@ from bench.__main__ import main
 from bench.case import OWN_COMPILED
 from bench.convs import LIBRARY, conv_shapes, row
 from bench.fused import FUSIONS, fused_name, parts, sites
-from bench.plots import plan
+from bench.plots import _means, plan
 from bench.report import BEGIN, END, differences, load, update
 from edm2.errors import UserError
 
@@ -74,6 +75,14 @@ def kernels() -> list[dict]:
     return [*found, case("kernels/attention/n8-64x12", {"SDPA": {"failure": "no kernel | image"}}, 1e9, 1e7)]
 
 
+def equivalence(losses: dict[str, list[float | None]], **facts) -> dict:
+    """Losses of each step by candidate, of which the last is the mean over the last; `facts` of this project."""
+    candidates = {name: {"error": 0.0, "tolerance": 0.005, "loss": own[-1], "losses": own} for name, own in losses.items()}
+    candidates["edm2"] |= facts
+    size = {"preset": "edm2-img512-xxs", "batch": 32, "steps": 2, "last": 1, "dtype": "float16"}
+    return case("equivalence/edm2-img512-xxs/n32", candidates, **size)
+
+
 def all_results() -> list[dict]:
     names = "eager", "eager channels-last", "compile", "edm2"
     times = {"xs": (500, 400, 300, 250), "s": (1000, 800, 650, 500), "m": (None, 1500, 1300, 900), "xl": (4000, 3500, None, 2100)}
@@ -85,6 +94,7 @@ def all_results() -> list[dict]:
         case("sample/edm2-img512-s/n8", {"eager": measured(0.04), "edm2": measured(0.016)}, 1e12, **size),
         case("data/latents/n256", {"edm2": measured(0.05)}, batch=256),
         case("difference/edm2-img512-s/n64", {"eager": measured(3, error=1e-3), "edm2": measured(2, error=8e-4)}, **size),
+        equivalence({"eager": [1.0, 0.5], "edm2": [1.0, 0.501]}, error=0.002),
         case("block/edm2-img512-s/64x64/n8", {"eager": measured(0.01), "edm2": measured(0.005)}, **size),
         case("optimizer/edm2-img512-s", {"eager": measured(0.02), "edm2": measured(0.005)}, bytes=1.3e10, preset="edm2-img512-s"),
     ]
@@ -167,6 +177,10 @@ class TestTables:
     def test_differences_are_no_times(self, lines):
         assert "| edm2-img512-s/n64 | 1.00e-03 | 8.00e-04, 0.80× |" in lines
 
+    def test_losses_that_should_agree(self, root, lines):
+        row = "| edm2-img512-xxs, batch 32, last 1 of 2 steps | 0.50000 | 0.50100 (edm2, float16) | 0.2% | ≤ 0.5%: reached |"
+        assert row in lines and row in (root / "docs" / "bench" / "nvidia-h200.md").read_text()
+
     def test_what_is_missing_is_named(self, root, lines):
         (line,) = (line for line in lines if line.startswith("Unmeasured here"))
         missing = [f"img512-{size}" for size in ("xxs", "l", "xxl")] + [f"img64-{size}" for size in ("xs", "s", "m", "l", "xl")]
@@ -180,7 +194,8 @@ class TestTables:
     def test_the_full_page_has_every_candidate(self, root, lines):
         text = (root / "docs" / "bench" / "nvidia-h200.md").read_text()
         cases = text.partition("## Training steps")[2].splitlines()
-        assert sum(line.startswith("| ") for line in cases) == sum(len(c["candidates"]) for c in all_results()) + 7  # headers
+        others = [c for c in all_results() if c["group"] != "equivalence"]
+        assert sum(line.startswith("| ") for line in cases) == sum(len(c["candidates"]) for c in others) + 1 + 8  # headers
         assert r"| kernels/attention/n8-64x12 | SDPA | failed: no kernel \| image |" in text
         row = "| train/edm2-img512-s/n64 | edm2 | 130 (127–134) | 492 images/s, 769 TFLOP/s (110%) | 20.0%"
         assert f"{row} | data 2.6, forward 39, backward 75.4, optimizer 13 | 30.00 | 0.0e+00 |" in text
@@ -388,11 +403,12 @@ class TestPlots:
         streams = shown["roofline"]["streams"]
         assert len(streams) == 2 * 2 * 3 and ("cat_silu/forward", "edm2", pytest.approx(3000)) in streams
         assert ("gemm", "cuBLAS", 2750, pytest.approx(687.5)) in shown["roofline"]["points"]
+        assert shown["equivalence"] == {"edm2-img512-xxs, batch 32": {"eager": [1.0, 0.5], "edm2": [1.0, 0.501]}}
 
     def test_drawn_and_shown(self, root):
         store(root, all_results())
         update(root)
-        assert pictures(root) == {"speedup", "roofline", "steps"}
+        assert pictures(root) == {"speedup", "roofline", "steps", "equivalence"}
         for path in (root / "docs" / "bench" / "nvidia-h200").iterdir():
             with Image.open(path) as image:
                 assert min(image.size) > 300 and len(image.convert("RGB").getcolors(2**24)) > 50
@@ -400,7 +416,13 @@ class TestPlots:
             assert f"(nvidia-h200/{path.name})" in (root / "docs" / "bench" / "nvidia-h200.md").read_text()
 
     @pytest.mark.parametrize(
-        ("groups", "expected"), [({"train"}, {"speedup", "steps"}), ({"kernels"}, {"roofline"}), ({"sample", "optimizer", "block"}, set())]
+        ("groups", "expected"),
+        [
+            ({"train"}, {"speedup", "steps"}),
+            ({"kernels"}, {"roofline"}),
+            ({"equivalence"}, {"equivalence"}),
+            ({"sample", "optimizer", "block"}, set()),
+        ],
     )
     def test_only_what_was_measured(self, root, groups, expected):
         store(root, [result for result in all_results() if result["group"] in groups])
@@ -421,7 +443,8 @@ class TestPlots:
             path.unlink()
         assert "docs/bench/nvidia-h100.md: outdated" in differences(root)
         update(root)
-        assert {path.name for path in (root / "docs" / "bench").rglob("*.*")} == {"nvidia-h200.md", "speedup.png", "steps.png"}
+        pngs = {"speedup.png", "steps.png", "equivalence.png"}
+        assert {path.name for path in (root / "docs" / "bench").rglob("*.*")} == {"nvidia-h200.md", *pngs}
         assert "roofline" not in (root / "README.md").read_text()
 
     def test_without_matplotlib(self, root, monkeypatch):
@@ -433,7 +456,13 @@ class TestPlots:
         with pytest.raises(UserError, match=r"pip install -e \.\[plot\]"):
             update(root)
         text = (root / "README.md").read_text()
-        assert "640 images/s" in text and pictures(root) == {"roofline"} and text.count("![") == 1
+        assert "640 images/s" in text and pictures(root) == {"roofline", "equivalence"} and text.count("![") == 2
+
+    def test_curves(self):
+        """Means of steps, at the last of them; what is not finite leaves a gap."""
+        steps, means = _means([*[1.0] * 10, *[2.0] * 9, None, *[4.0] * 10, 5.0])
+        assert steps.tolist() == [10, 20, 30] and means.tolist()[::2] == [1, 4] and np.isnan(means[1])
+        assert [x.tolist() for x in _means([1.0, 3.0])] == [[2], [2]]
 
 
 class TestCheck:
