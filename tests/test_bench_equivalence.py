@@ -94,6 +94,18 @@ class TestCase:
         assert own.config.lr == plain.config.lr and own.config.dropout == 0 and own.config.seed == plain.config.seed
         assert all(torch.equal(a, b) and a is not b for a, b in zip(own.net.parameters(), plain.net.parameters()))
 
+    def test_the_plain_training_is_none_of_this_project(self, monkeypatch):
+        """Or it would be compared with itself."""
+        plain, own = (run.make() for run in equivalence_case("digits", 4, 2, compiled=False).build(CPU).values())
+        for place in ("edm2.network.Precond.forward", "edm2.optimizer.EDM2Optimizer.step", "edm2.weights.StepWeights.prepared"):
+            with monkeypatch.context() as patched:
+                patched.setattr(place, None)
+                for trainer in (plain, own):
+                    trainer.start()
+                plain.step()
+                with pytest.raises(TypeError, match="not callable"):
+                    own.step()
+
     @pytest.mark.parametrize(("preset", "shape"), [("digits", (1, 8, 8)), ("edm2-img512-xxs", (4, 64, 64)), ("edm2-img64-xs", (3, 64, 64))])
     def test_data(self, preset, shape):
         """Of the standard deviation that networks expect; a quarter of the variance is the class."""
