@@ -9,6 +9,7 @@ import torch
 Candidates = dict[str, Callable[[], Any]]
 REFERENCE = "reference"  # a candidate of this name is what the others are compared with, and is not timed
 OURS = "edm2"  # the candidate that is this project; its variants' names start so
+OWN_GRAPH = "edm2 as one graph"  # this project's training step by `train.py --cuda-graph --compile=False`
 OWN_COMPILED = "edm2 compiled"  # this project's training step by torch.compile, as `train.py` has it on a GPU
 
 

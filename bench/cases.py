@@ -16,7 +16,7 @@ from bench.fused import FUSIONS, Site, fused_case, fused_cases
 from bench.library import attention_case, ceiling_cases, copy_case, gemm_case, sdpa_cases
 from bench.models import block_case, compiled_case, optimizer_case, train_case
 from bench.ops import Call, op_case, op_cases
-from bench.reading import reading_case
+from bench.reading import reading_case, waiting_case
 from bench.sampling import difference_case, sample_case
 from bench.weights import weights_case
 
@@ -60,6 +60,8 @@ def group_cases(group: str) -> Iterator[Case]:
                 yield sample_case(preset, batch, steps=STEPS, guided=True, decoded=True)
     elif group == "data":
         yield reading_case(256)
+        yield waiting_case("digits", 128, needs_gpu=False)
+        yield waiting_case("edm2-img512-s", 256)
     elif group == "difference":
         yield difference_case("digits", 64, STEPS, needs_gpu=False)
         yield from (difference_case(preset, 64, STEPS) for preset in PRESETS)
@@ -130,6 +132,7 @@ def rehearsal_cases() -> Iterator[Case]:
     yield difference_case("digits", 8, 2, needs_gpu=False)
     yield equivalence_case("digits", 4, steps=3, compiled=False, needs_gpu=False)
     yield reading_case(8, files=32)
+    yield waiting_case("digits", 8, files=32, needs_gpu=False)
     yield optimizer_case("digits", needs_gpu=False)
 
 
@@ -154,6 +157,7 @@ def gpu_cases() -> Iterator[Case]:
     yield sample_case(preset, 8, steps=STEPS, guided=True)
     yield sample_case(preset, 8, steps=STEPS, decoded=True)
     yield difference_case(preset, 64, STEPS)
+    yield waiting_case(preset, 256)
     yield compiled_case(preset, 256, "reduce-overhead")
     yield from conv_cases(preset, 256, 1)
     yield from (*sdpa_cases(), *others, *evaluated_convolutions(preset))

@@ -18,7 +18,7 @@ from edm2.distributed import Processes
 from edm2.latents import encoder_for
 from edm2.loss import denoising_loss
 from edm2.presets import get_preset
-from edm2.training import Trainer
+from edm2.trainer import Trainer
 
 GOAL = 0.005  # of the loss over the last steps
 LAST = 100  # steps
@@ -90,7 +90,9 @@ class PlainTrainer(Trainer):
 
     def __init__(self, config: TrainingConfig, procs: Processes, dataset: ArrayDataset):
         super().__init__(config, procs, dataset, loss=plain_loss)
-        self.weights, self.optimizer = UnpreparedWeights(self.net), BaselineOptimizer(self.net)
+
+    def _optimizer(self) -> tuple[UnpreparedWeights, BaselineOptimizer]:
+        return UnpreparedWeights(self.net), BaselineOptimizer(self.net)
 
 
 def plain_loss(net: torch.nn.Module, *draws: Any) -> Tensor:

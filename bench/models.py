@@ -17,10 +17,13 @@ from torch import Tensor
 
 import edm2
 from bench.baseline import Baseline, BaselineOptimizer, UnpreparedWeights, mp_cat
-from bench.case import OWN_COMPILED, Candidates, Case, data_size
+from bench.case import OWN_COMPILED, OWN_GRAPH, Candidates, Case, data_size
 from bench.ledger import fake_network, make_state
 from edm2.data import ImageDataset, batches
+from edm2.diagnostics import NoiseLevels
+from edm2.distributed import Processes
 from edm2.latents import Encoder, encoder_for
+from edm2.step import Round, TrainingStep
 from edm2.summary import multiply_adds
 from edm2.weights import StepWeights
 from kernels.jit import Launch
@@ -87,6 +90,7 @@ def train_case(preset: str, batch: int, needs_gpu: bool = True) -> Case:
             compile_name(device): _Step(preset, device, inputs, compiled_baseline, BaselineOptimizer),
             "edm2": own(),
             own_compile_name(device): own(loss=compile_for(device, edm2.denoising_loss)),
+            **({OWN_GRAPH: _GraphedStep(preset, device, inputs)} if device.type == "cuda" else {}),
         }
 
     flops = 6.0 * macs(preset) * batch
@@ -200,6 +204,36 @@ def compile_name(device: torch.device, mode: str | None = None) -> str:
 
 def own_compile_name(device: torch.device) -> str:
     return OWN_COMPILED if device.type == "cuda" else f"edm2 {compile_name(device)}"
+
+
+class _GraphedStep:
+    """A training step as one CUDA graph; returns the loss per image."""
+
+    def __init__(self, preset: str, device: torch.device, inputs: dict[str, Tensor]):
+        self._make, self._inputs, self._step = partial(self._build, preset, device), inputs, None
+
+    def __call__(self) -> Tensor:
+        inputs = self._inputs
+        self._step = self._step or self._make()
+        sigma = inputs["sigma"].reshape(-1, 1, 1, 1)
+        self._step([Round(inputs["images"], inputs["labels"], sigma, inputs["noise"] / sigma, None, None)], 1e-4, 2**20, len(sigma))
+        return self._losses
+
+    def _build(self, preset: str, device: torch.device) -> TrainingStep:
+        net = make_network(preset, device).train()
+        weights, levels = StepWeights(net), NoiseLevels(Processes(0, 1, device))
+        optimizer, n = edm2.EDM2Optimizer(net, weights=weights), len(self._inputs["images"])
+        return TrainingStep(net, self._loss, _Unencoded(), weights, optimizer, levels, 1 / n, net.sigma_data, graph=True)
+
+    def _loss(self, *arguments: Any) -> Tensor:
+        loss = edm2.denoising_loss(*arguments)
+        self._losses = loss.detach().mean(dim=(1, 2, 3))
+        return loss
+
+
+class _Unencoded:
+    def encode(self, x: Tensor, normal: None) -> Tensor:
+        return x
 
 
 @lru_cache(maxsize=1)

@@ -26,7 +26,7 @@ def training(cases: Iterable[Result]) -> list[Table]:
     best = quickest(rates)
     compiled = max((name for name in rates if name.startswith("compile")), key=rates.__getitem__, default="compile")
     ours, eager = measured.get(best, {}), measured.get("eager", {})
-    outside, with_data = _outside(ours.get("parts"))
+    outside, with_data = _outside(ours.get("parts") or measured.get(OURS, {}).get("parts"))  # a graph has none
     rows = [
         _row("images/s", rates.get(best), "{:,.0f}", RATE),
         _row("MFU", ours.get("MFU"), "{:.3g}%", MFU, factor=100),

@@ -54,9 +54,7 @@ class Trainer:
         self.net = (self._build() if net is None else self._fitting(net)).to(procs.device).train()
         self.levels = NoiseLevels(procs, weighted=loss is denoising_loss)
         self.loss = EDM2Loss(self.config.P_mean, self.config.P_std, self.net.sigma_data)
-        self.weights = StepWeights(self.net, None if procs.world_size == 1 else BUCKET)
-        shards = Shards(trained_parameters(self.net), procs) if self.config.shard and procs.world_size > 1 else None
-        self.optimizer = EDM2Optimizer(self.net, weights=self.weights, shards=shards)
+        self.weights, self.optimizer = self._optimizer()
         losses = torch.compile(loss, fullgraph=True, dynamic=False, backend=BACKEND) if self._compiles else loss
         self._step = TrainingStep(
             self.net, losses, self.encoder, self.weights, self.optimizer, self.levels, self.config.ls / self.config.batch,
@@ -144,6 +142,12 @@ class Trainer:
             dtype = DTYPES[self.config.snapshot_dtype]
             write_tensors(files[-1], average, self.net, encoder=self.encoder, meta=meta, dtype=dtype)
         return files
+
+    def _optimizer(self) -> tuple[StepWeights, EDM2Optimizer]:
+        several = self.procs.world_size > 1
+        weights = StepWeights(self.net, BUCKET if several else None)
+        shards = Shards(trained_parameters(self.net), self.procs) if self.config.shard and several else None
+        return weights, EDM2Optimizer(self.net, weights=weights, shards=shards)
 
     def _held_out(self, dataset: Dataset | None, losses: Callable[..., Tensor]) -> HeldOut | None:
         """UserError if its images are of another kind than those to train on."""

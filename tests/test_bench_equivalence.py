@@ -18,7 +18,7 @@ from bench.isolated import Isolated
 from bench.runner import run_cases
 from edm2.distributed import Processes
 from edm2.latents import encoder_for
-from edm2.training import Trainer
+from edm2.trainer import Trainer
 from tests.conftest import relative_error
 
 CPU, BATCH, STEPS = torch.device("cpu"), 8, 16
