@@ -38,21 +38,20 @@ class Processes:
                 work.wait()
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All processes' tensors, of different names, on the host of the first; none in the others."""
+        """All processes' fp32 tensors, of different names, on the host of the first; none in the others. Each sends one message."""
         if self.world_size == 1:
             return tensors
-        kinds: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object({name: (x.shape, x.dtype) for name, x in tensors.items()}, kinds, group=self.hosts)
-        if kinds is None:
-            for x in tensors.values():
-                dist.send(x.contiguous(), dst=0)
+        shapes: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object({name: x.shape for name, x in tensors.items()}, shapes, group=self.hosts)
+        if shapes is None:
+            dist.send(torch.cat([x.flatten() for x in tensors.values()]), dst=0)
             return {}
         found = {name: x.cpu() for name, x in tensors.items()}
-        for rank, theirs in enumerate(kinds[1:], 1):
-            for name, (shape, dtype) in theirs.items():
-                x = torch.empty(shape, dtype=dtype, device=self.device)
-                dist.recv(x, src=rank)
-                found[name] = x.cpu()
+        for rank, theirs in enumerate(shapes[1:], 1):
+            sizes = [shape.numel() for shape in theirs.values()]
+            flat = torch.empty(sum(sizes), device=self.device)
+            dist.recv(flat, src=rank)
+            found |= {name: x.view(shape) for (name, shape), x in zip(theirs.items(), flat.cpu().split(sizes))}
         return found
 
     def highest(self, number: int) -> int:
@@ -87,20 +86,22 @@ class Processes:
 
 @contextmanager
 def processes() -> Iterator[Processes]:
-    """Join the processes that `torchrun` started (NCCL on GPUs, gloo on CPUs), and leave them at the end."""
+    """Join the processes that `torchrun` started (NCCL on GPUs, gloo on CPUs), and leave them at the end.
+
+    After an error they are not left: the others would be waited for, who wait for this one, before it tells of the error.
+    """
     cuda = torch.cuda.is_available()
     rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in _TORCHRUN.items())
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if cuda:
+        device = torch.device("cuda", local_rank if "LOCAL_RANK" in os.environ else torch.cuda.current_device())
         torch.cuda.set_device(device)
     if world_size > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     hosts = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if world_size > 1 else None
-    try:
-        yield Processes(rank, world_size, device, hosts)
-    finally:
-        if world_size > 1:
-            dist.destroy_process_group()
+    yield Processes(rank, world_size, device, hosts)
+    if world_size > 1:
+        dist.destroy_process_group()
 
 
 _TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

@@ -13,14 +13,16 @@ LATE = 1  # below the number of either
 
 
 class Interruption:
-    """Within it, a first SIGTERM or SIGINT is remembered instead of ending the process; so is that `seconds` are over.
+    """Within it, a first SIGTERM or SIGINT is remembered instead of ending the process; so is that `seconds` since
+    `begun` (as of `time.monotonic`; default: now) are over.
 
     A second signal of the same kind does what it did before. `asked` is the reason to stop, or None: the same in all
     processes, whichever of them got a signal. Outside of the main thread, which alone gets signals, only time counts.
     """
 
-    def __init__(self, procs: Processes, seconds: float | None = None):
-        self.procs, self.deadline = procs, None if seconds is None else time.monotonic() + seconds
+    def __init__(self, procs: Processes, seconds: float | None = None, begun: float | None = None):
+        begun = time.monotonic() if begun is None else begun
+        self.procs, self.deadline = procs, None if seconds is None else begun + seconds
         self._signal: int | None = None
         self._before: dict[int, object] = {}
 

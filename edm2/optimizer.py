@@ -171,7 +171,8 @@ class EDM2Optimizer:
         places = {name: i for i, name in enumerate(self.all_params)}
         states, group = state["adam"]["state"], state["adam"]["param_groups"][0]
         own = {i: states[places[name]] for i, name in enumerate(self.params) if places[name] in states}
-        self.adam.load_state_dict(deepcopy({"state": own, "param_groups": [group | {"params": list(range(len(self.params)))}]}))
+        loaded = {"state": own, "param_groups": [group | {"params": list(range(len(self.params)))}]}
+        self.adam.load_state_dict(deepcopy(loaded) if self.nonfinite.device.type == "cpu" else loaded)  # it would share the tensors
         self.steps = [int(self.adam.state[p]["step"]) if p in self.adam.state else 0 for p in self.params.values()]
         for std, averages in self.emas.items():
             for name, average in zip(self.params, averages):

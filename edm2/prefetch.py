@@ -1,11 +1,13 @@
 """Batches on their way to the device while it computes with the one before."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+STEPS_AHEAD = 2
 Tensors = tuple[Tensor, ...]
 
 
@@ -19,6 +21,7 @@ class Prefetcher:
         self.source, self.device, self.waited = source, device, 0.0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: Tensors | None = None
+        self._steps: deque[torch.cuda.Event] = deque()
 
     def __iter__(self) -> "Prefetcher":
         return self
@@ -33,6 +36,14 @@ class Prefetcher:
             x.record_stream(used)  # its memory is the stream's own
         self._ahead = self._sent()
         return batch
+
+    def used(self) -> None:
+        """To be said after each step: the host, which launches faster than a GPU computes, waits for the one before the last, or
+        batches would pile up."""
+        if self._stream is not None:
+            self._steps.append(torch.cuda.current_stream(self.device).record_event())
+            if len(self._steps) > STEPS_AHEAD:
+                self._steps.popleft().synchronize()
 
     def close(self) -> None:
         """Let go of the source and what it holds: processes, pinned memory."""

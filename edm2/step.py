@@ -36,7 +36,8 @@ class TrainingStep:
 
     `losses` has the signature of `denoising_loss`, and `scale` multiplies its sum; with several processes `start_sum` begins to
     sum gradients. As a CUDA `graph` (one GPU; the same number and form of rounds each time) the whole step is captured after
-    two plain ones, and the result is overwritten by the next; UserError where that cannot be.
+    two plain ones, and the result is overwritten by the next: what `losses` reads and keeps in Python stays as it was then.
+    UserError where that cannot be.
     """
 
     def __init__(
@@ -57,8 +58,7 @@ class TrainingStep:
         if graph and (start_sum is not None or not captures(optimizer.nonfinite) or not optimizer.can_be_captured):
             raise UserError("--cuda-graph is for training on one GPU, by Triton kernels")
         self._memory = Memory() if graph else None
-        self._graph: Graph | None = None
-        self._plain_steps_left = WARM
+        self.restart()
         self.seen: tuple[Tensor, Tensor, Tensor]  # noisy images, σ and labels: some of the last round's
 
     def __call__(self, rounds: Sequence[Round], lr: float, next_nimg: int, batch: int) -> Tensor:
@@ -75,8 +75,18 @@ class TrainingStep:
         self.optimizer.advance(lr, next_nimg, batch)
         inputs = [x for each in rounds for x in vars(each).values() if x is not None]
         if self._graph is None:
-            self._graph = record(partial(self._captured, rounds), inputs, self._memory)
+            self._graph = self._record(rounds, inputs)
         return self._graph(inputs)
+
+    def restart(self) -> None:
+        """Forget the graph: what it reads is about to be replaced, or no longer needed."""
+        self._graph, self._plain_steps_left = None, WARM
+
+    def _record(self, rounds: Sequence[Round], inputs: Sequence[Tensor]) -> Graph:
+        try:
+            return record(partial(self._captured, rounds), inputs, self._memory)
+        except RuntimeError as e:  # a loss of the user's own may read numbers from the GPU
+            raise UserError(f"--cuda-graph: this step cannot be captured ({str(e).splitlines()[0]})") from e
 
     def _captured(self, like: Sequence[Round], *inputs: Tensor) -> Tensor:
         left = iter(inputs)
@@ -101,5 +111,5 @@ class TrainingStep:
                 total += means.sum()
                 self.levels.add(self.net, each.sigma, means)
         self.weights.project(self.start_sum)
-        self.seen = (images + noise)[:DIAGNOSED], each.sigma[:DIAGNOSED], labels[:DIAGNOSED]
+        self.seen = images[:DIAGNOSED] + noise[:DIAGNOSED], each.sigma[:DIAGNOSED], labels[:DIAGNOSED]
         return total

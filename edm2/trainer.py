@@ -75,9 +75,12 @@ class Trainer:
             force_weight_norm_(self.net)
         else:
             self._resume(state)
-        times = self.procs.sum(torch.tensor([self.nimg], device=self.procs.device))
-        if times.item() != self.nimg * self.procs.world_size:
+        self._step.restart()
+        where = torch.tensor([self.nimg], device=self.procs.device)
+        if not self.procs.alike(where):
             raise UserError(f"the processes read different training states in {self.config.outdir}: do all see it?")
+        if not self.procs.alike(fingerprint(self.net)):
+            raise UserError("the processes start with different weights: make the network from the same seed in all of them")
         stream = batches(
             self.dataset, self.config.seed, self.nimg, self.config.batch, self.procs.rank, self.procs.world_size,
             self.config.micro_batch(self.procs.world_size), self.config.workers,
@@ -91,7 +94,14 @@ class Trainer:
         rounds = [Round(*next(self.data), **draws.part(slice(start, start + micro))) for start in range(0, share, micro)]
         self.lr = learning_rate_schedule(self.nimg, config.batch, config.lr, config.decay, config.rampup_Mimg)
         self.nimg += config.batch
-        return self._step(rounds, self.lr, self.nimg, config.batch)
+        total = self._step(rounds, self.lr, self.nimg, config.batch)
+        self.data.used()
+        return total
+
+    def finish(self) -> None:
+        """Let go of what only further steps need: the loader's processes, memory of a CUDA graph."""
+        self.data.close()
+        self._step.restart()
 
     def diagnosis(self) -> dict[str, Any]:
         """Of the steps since the last call, by noise level; of the last step, its gradients and some of its images by block."""
@@ -167,6 +177,8 @@ class Trainer:
 
     def _fitting(self, net: Precond) -> Precond:
         """UserError if a network given does not fit the data."""
+        if not isinstance(net, Precond):
+            raise UserError(f"net: expected an edm2.Precond, got {type(net).__name__}")
         expected, got = (*self.image_shape[:2], self.dataset.label_dim), (net.img_channels, net.img_resolution, net.label_dim)
         if got != expected:
             raise UserError(f"the network takes channels, resolution, labels of {got}, and the data has {expected}")

@@ -38,19 +38,22 @@ def train(
     signature. `callback` sees every line of statistics in every process. After SIGTERM, SIGINT or `config.max_time` it
     finishes its step, saves a training state and returns, with the reason in `interrupted`: the same call resumes it.
     """
+    begun = time.monotonic()
     config = config if isinstance(config, TrainingConfig) else TrainingConfig(**config)
     config, outdir = config.resolved(), Path(config.outdir)
     with processes() as procs:
         check_options(outdir, asdict(config), RUN_CONTROL)
         trainer = Trainer(config, procs, dataset, net, loss, held_out)
-        preview = Preview(config, trainer.encoder, procs.device) if procs.rank == 0 else None
-        trainer.start(load_newest_checkpoint(outdir))
+        preview = Preview(config, trainer.encoder, procs)
+        state = load_newest_checkpoint(outdir)
+        procs.barrier()  # whoever was longer at it
+        trainer.start(state)
         if procs.rank == 0:
             write_options(outdir, asdict(config))
             remove_leftovers(outdir)
         status = StatusLog(outdir, procs, trainer.nimg, config.duration, trainer.elapsed, trainer.flops)
         guard = NonfiniteGuard(config.max_nonfinite, procs.device)
-        with Interruption(procs, config.max_time) as interruption, TensorBoard(outdir, trainer.nimg, procs) as board:
+        with Interruption(procs, config.max_time, begun) as interruption, TensorBoard(outdir, trainer.nimg, procs) as board:
             while trainer.nimg < config.duration and trainer.interrupted is None:
                 status.step(trainer.step(), trainer.optimizer.nonfinite, config.batch)
                 guard.step(trainer.optimizer.nonfinite, trainer.nimg)
@@ -63,12 +66,14 @@ def train(
                 saving = time.time()
                 if trainer.due(config.snapshot):
                     snapshots = trainer.save_snapshots(outdir)
-                    if preview is not None:
+                    if snapshots:
                         board.show(preview.draw(snapshots[-1]), trainer.nimg)
                 if trainer.due(config.checkpoint) or trainer.interrupted:
                     trainer.save_state(outdir, status.elapsed)
+                if trainer.due(config.snapshot) or trainer.due(config.checkpoint):
+                    procs.barrier()  # for the first process, who wrote: GPUs have minutes, hosts a day
                 status.pause(saving)
         status.close()
-        trainer.data.close()
+        trainer.finish()
         procs.barrier()
     return trainer

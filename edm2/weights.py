@@ -44,6 +44,8 @@ class StepWeights:
             self._places = [places[i] for part in parts for i in part]
             if bucket is not None:
                 self._watch()
+        prepared = {raw for members in self._sets for raw in members.raw()}
+        self._others = [p for p in net.parameters() if p.requires_grad and p not in prepared]
         self._missing = [len(prepared.weights) for prepared in self._sets]  # gradients of this step; −1: projected
 
     @contextmanager
@@ -74,15 +76,15 @@ class StepWeights:
             if self._missing[i] >= 0:
                 self._project(i, start_sum)
             self._missing[i] = len(prepared.weights)
-        if not self._sets and start_sum is not None:
-            self._works = [start_sum(gradient) for gradient in self.gradients()]
+        if start_sum is not None:
+            self._works += [start_sum(p.grad) for p in self._others if p.grad is not None]
         for work in self._works:
             work.wait()
         self._works = []
 
     def gradients(self) -> list[Tensor]:
         """All gradients, in as few tensors as they lie in."""
-        return [prepared.gradients for prepared in self._sets] or [p.grad for p in self.net.parameters()]
+        return [*(prepared.gradients for prepared in self._sets), *(p.grad for p in self._others if p.grad is not None)]
 
     def targets(self) -> "dict[Tensor, Member]":
         """What the optimizer can prepare, by parameter."""

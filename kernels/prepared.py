@@ -51,15 +51,22 @@ class PreparedWeights:
         for same in self._classes:
             same.prepare()
 
+    def raw(self) -> list[Tensor]:
+        """Weights and gains that it gives gradients."""
+        return [x for same in self._classes for m in same.members for x in (m.raw.weight, m.raw.gain) if x is not None]
+
     def targets(self) -> dict[Tensor, "Member"]:
         """What the optimizer can prepare, by raw weight."""
         return {m.raw.weight: m for same in self._classes for m in same.members if m.is_target}
 
     @torch.no_grad()
     def project(self) -> None:
-        """RuntimeError if a prepared weight has had no gradient."""
-        if any(weight.master.grad is None for weight in self.weights):
-            raise RuntimeError("project() before backward(): a prepared weight has no gradient")
+        """A prepared weight that has had no gradient counts as one of zeros. RuntimeError if none has had any."""
+        missing = [weight.master for weight in self.weights if weight.master.grad is None]
+        if len(missing) == len(self.weights):
+            raise RuntimeError("project() before backward(): no prepared weight has a gradient")
+        for master in missing:
+            master.grad = torch.zeros_like(master, memory_format=torch.contiguous_format)
         for same in self._classes:
             same.project()
             for member in same.members:

@@ -19,7 +19,7 @@ from kernels import capturing
 from kernels.registration import OPS
 
 LAUNCH = GridExecutor.__call__
-WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero")  # for the device, which a capture forbids
+WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "lift_fresh")  # for the device, or sends it numbers
 
 
 class Recorder(TorchDispatchMode):

@@ -88,6 +88,23 @@ def test_the_optimizer_is_given_what_is_in_all_of_them():
     assert set(one.targets()) == set(several.targets()) and one.targets()
 
 
+def test_a_parameter_of_the_users_own():
+    """Of which no prepared weight is made: its gradient is summed too, and told among all."""
+    net = tiny_net().train()
+    net.unet.own = torch.nn.Parameter(torch.ones(3))
+    weights = StepWeights(net, 3000)
+    sums, plain = Sums(weights), []
+
+    def loss(*arguments):
+        return edm2.denoising_loss(*arguments) + net.unet.own.sum()
+
+    plain = backward(net, StepWeights(net), None, loss_function=loss)
+    net.zero_grad()
+    found = backward(net, weights, sums, loss_function=loss)
+    assert all(torch.equal(found[name], 2 * x) for name, x in plain.items()) and plain["unet.own"].abs().min() > 0
+    assert weights.gradients()[-1] is net.unet.own.grad and len(sums.started) == len(weights.gradients()) == sums.waited
+
+
 def test_without_triton(monkeypatch):
     """Every parameter's gradient is summed."""
     monkeypatch.setattr("edm2.weights.PreparedWeights", None)

@@ -24,6 +24,7 @@ from tests.conftest import tiny_net
 from tests.test_training import equal
 
 CPU = torch.device("cpu")
+ALONE = Processes(0, 1, CPU)
 
 
 class TestHeldOut:
@@ -103,7 +104,7 @@ class TestSamples:
     def test_by_default(self, config):
         """64 of pixels; of latents none, but by a VAE."""
         counts = [
-            preview.Preview(replace(config, samples=samples), encoder, CPU).count
+            preview.Preview(replace(config, samples=samples), encoder, ALONE).count
             for encoder, samples in (
                 (RGBEncoder(), None),
                 (RGBEncoder(), 7),
@@ -121,8 +122,10 @@ class TestSamples:
         """By the VAE that is given, or that which the encoder names."""
         encoder, asked = edm2.latents.LatentEncoder(), []
         monkeypatch.setattr(preview, "load_vae", lambda *arguments: asked.append(arguments) or RGBEncoder())
-        found = preview.Preview(replace(config, samples=samples, vae=vae), encoder, CPU)
+        found = preview.Preview(replace(config, samples=samples, vae=vae), encoder, ALONE)
         assert isinstance(found.encoder, RGBEncoder) and asked == [(encoder, vae, CPU)]
+        preview.Preview(replace(config, samples=samples, vae=vae), encoder, Processes(1, 2, CPU))  # which draws none
+        assert len(asked) == 1
 
     def test_too_little_memory(self, config, monkeypatch):
         """Costs the picture, not the run."""

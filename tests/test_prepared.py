@@ -104,6 +104,17 @@ def test_projecting_too_early():
         prepared.project()
 
 
+def test_a_weight_without_a_gradient():
+    """As a loss may leave one out: zeros."""
+    groups = raw_weights()
+    prepared = PreparedWeights(groups)
+    prepared.prepare()
+    prepared.gradients.fill_(5)
+    torch.autograd.backward([w.master.sum() for w in prepared.weights[1:]])
+    prepared.project()
+    assert torch.equal(groups[0][0].weight.grad, torch.zeros_like(groups[0][0].weight)) and groups[1][0].weight.grad.abs().max() > 0
+
+
 def test_bytes_are_those_of_raw_and_prepared_weights():
     """But for tables and a number or two per row, each moved once."""
     groups = raw_weights()

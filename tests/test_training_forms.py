@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import edm2
-from edm2 import trainer
+from edm2 import step, trainer
 from edm2.data import ArrayDataset
 from edm2.distributed import Processes
 from edm2.image_files import write_zip
@@ -63,6 +63,32 @@ class TestOwnParts:
         assert trainer.net is net and relative_error(net.unet.out_conv.weight, before) < 0.1
         with pytest.raises(edm2.UserError, match=r"channels, resolution, labels of \(3, 8, 5\), and the data has \(1, 8, 10\)"):
             edm2.train(replace(config, outdir=config.outdir + "2"), net=net)
+
+    def test_a_network_of_another_kind(self, config):
+        with pytest.raises(edm2.UserError, match="net: expected an edm2.Precond, got Linear"):
+            edm2.train(config, net=torch.nn.Linear(2, 2))
+
+    def test_a_loss_without_the_uncertainty(self, config):
+        """Whose head then has no gradient, and stays as it was."""
+
+        def weighted_error(net, images, sigma, noise, labels, sigma_data):
+            return (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2 * (net(images + noise, sigma, labels) - images) ** 2
+
+        trainer = edm2.train(config, loss=weighted_error)
+        torch.manual_seed(config.seed)
+        fresh = config.resolved().build(8, 1, 10)
+        edm2.force_weight_norm_(fresh)
+        assert relative_error(trainer.net.logvar_linear.weight, fresh.logvar_linear.weight) < 1e-3
+        losses = [line["Loss/loss"] for line in read_stats(config.outdir)]
+        assert losses[-1] < losses[0] and relative_error(trainer.net.unet.out_conv.weight, fresh.unet.out_conv.weight) > 0.03
+
+    def test_processes_that_start_with_different_weights(self, config):
+        class Unlike(Processes):
+            def alike(self, x):
+                return x.numel() == 1  # the number of images
+
+        with pytest.raises(edm2.UserError, match="the processes start with different weights"):
+            Trainer(config, Unlike(0, 1, CPU)).start()
 
     def test_a_loss_and_a_callback(self, config):
         """The loss has the signature of `denoising_loss`; the callback sees each line of statistics."""
@@ -159,9 +185,11 @@ class TestOnAGPU:
         assert equal(edm2.train(parts).state_dict(0), whole.state_dict(0))
 
     @pytest.mark.parametrize("compiled", [False, True])
-    def test_a_graph_equals_plain_steps(self, config, compiled):
+    def test_a_graph_equals_plain_steps(self, config, compiled, monkeypatch):
         """With accumulation and dropped labels."""
+        recorded, record = [], step.record
+        monkeypatch.setattr(step, "record", lambda *arguments: recorded.append(record(*arguments)) or recorded[-1])
         config = replace(config, bench=False, compile=compiled, batch_gpu=8, label_dropout=0.2, samples=4)
         plain = edm2.train(config)
         graphed = edm2.train(replace(config, outdir=config.outdir + "2", cuda_graph=True))
-        assert graphed._step._graph is not None and equal(graphed.state_dict(0), plain.state_dict(0))
+        assert len(recorded) == 1 and equal(graphed.state_dict(0), plain.state_dict(0))
