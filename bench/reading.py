@@ -25,12 +25,13 @@ from edm2.trainer import Trainer
 
 FILES = 2048  # 268 MB of latents
 WORKERS = 2
+IN_A_ROW = 16  # batches
 
 
 def reading_case(batch: int, files: int = FILES) -> Case:
-    """A batch of ImageNet-512 latents: means and standard deviations, 131 KB each, labels among 1,000.
+    """Batches of ImageNet-512 latents: means and standard deviations, 131 KB each, labels among 1,000.
 
-    From files by worker processes, as of a dataset that is too large for memory (`edm2`), and from memory.
+    As many in a row as make up for what the workers had ready. From files by worker processes, as of a dataset that is too large for memory (`edm2`), and from memory.
     """
 
     def build(device: torch.device) -> Candidates:
@@ -39,11 +40,19 @@ def reading_case(batch: int, files: int = FILES) -> Case:
 
         def reader(**how: int) -> Callable[[], tuple]:
             stream = batches(ImageDataset(archive), 0, 0, batch, **how)
-            return partial(_next, stream, folder)
+            return partial(_last_of, IN_A_ROW, stream, folder)
 
         return {"edm2": reader(cache_bytes=0, workers=WORKERS), "edm2 from memory": reader()}
 
-    return Case(f"data/latents/n{batch}", build, images=batch, facts={"batch": batch}, needs_gpu=False, flush=False, dtype="float32")
+    return Case(
+        f"data/latents/n{batch}",
+        build,
+        images=batch * IN_A_ROW,
+        facts={"batch": batch, "in a row": IN_A_ROW},
+        needs_gpu=False,
+        flush=False,
+        dtype="float32",
+    )
 
 
 def waiting_case(preset: str, batch: int, files: int = FILES, needs_gpu: bool = True) -> Case:
@@ -89,7 +98,9 @@ class _Folder:
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
-def _next(stream: Iterator[tuple], folder: _Folder) -> tuple:
+def _last_of(count: int, stream: Iterator[tuple], folder: _Folder) -> tuple:
+    for _ in range(count - 1):
+        next(stream)
     return next(stream)
 
 
