@@ -31,7 +31,8 @@ IN_A_ROW = 16  # batches
 def reading_case(batch: int, files: int = FILES) -> Case:
     """Batches of ImageNet-512 latents: means and standard deviations, 131 KB each, labels among 1,000.
 
-    As many in a row as make up for what the workers had ready. From files by worker processes, as of a dataset that is too large for memory (`edm2`), and from memory.
+    From files by worker processes, as of a dataset that is too large for memory (`edm2`), and from memory; as many in a row as
+    make up for what the workers had ready.
     """
 
     def build(device: torch.device) -> Candidates:
