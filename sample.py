@@ -20,21 +20,22 @@ from edm2.generate import ImageGenerator
 from edm2.guidance import Unlabelled
 from edm2.latents import Encoder, LatentEncoder, RGBEncoder
 from edm2.network import Precond
+from edm2.networks import CACHE, is_pickle, network_file, open_snapshot
+from edm2.official import LICENCE
 from edm2.pictures import tile, write_png
 from edm2.published import Published, published_files
 from edm2.sampler import Heun
 from edm2.samples import SampleFolder, list_samples, make_samples
-from edm2.snapshot import Snapshot, load_snapshot
+from edm2.snapshot import Snapshot
 from edm2.vae import load_vae
-
-NETWORKS = os.environ.get("EDM2_NETWORKS", "~/.cache/edm2")
 
 
 @click.command(cls=Command)
-@click.option("--net", metavar="FILE", help="Network snapshot.")
-@click.option("--gnet", metavar="FILE", help="Guide network snapshot.  [none, or NET itself if trained with --label-dropout]")
+@click.option("--net", metavar="FILE|URL", help="Network: a snapshot of this project, or a pickle of the official release.")
+@click.option("--gnet", metavar="FILE|URL", help="Guide network.  [none, or NET itself if trained with --label-dropout]")
 @click.option("--preset", metavar="NAME", help="A published choice of --net, --gnet and --guidance, e.g. edm2-img512-s-guid-fid.")
-@click.option("--networks", metavar="DIR", default=NETWORKS, show_default=True, help="Where a preset finds its networks.")
+@click.option("--networks", metavar="DIR", default=CACHE, show_default=True,
+              help="Where networks are kept that are given by preset or address.")
 @click.option("--guidance", type=Float(), help="Guidance strength; 1 = off.  [1, or the preset's]")
 @click.option("--guidance-interval", type=Interval(), default="0,inf", show_default=True,
               help="Guide where LO < sigma <= HI; a bound within 1.5 % of a step's sigma means that one.")  # fmt: skip
@@ -94,16 +95,20 @@ def choose_files(preset: str | None, networks: Path, net: str | None, gnet: str 
     chosen = row._replace(net=net or row.net, gnet=gnet or row.gnet, **strength)
     if chosen.net is None:
         raise UserError("give a network: --net, or a published one by --preset")
-    return chosen
+    sources = chosen.net, chosen.gnet if chosen.guidance != 1 else None
+    paths = [None if source is None else network_file(source, networks) for source in sources]
+    if any(path is not None and is_pickle(path) for path in paths) and os.environ.get("RANK", "0") == "0":
+        click.echo(f"Note: {LICENCE}.", err=True)
+    return chosen._replace(**dict(zip(("net", "gnet"), (None if path is None else str(path) for path in paths))))
 
 
 def load_networks(files: Published, device: torch.device) -> tuple[Snapshot, nn.Module | None]:
     """Folded: the network, and where there is guidance the guide: GNET, or the network itself if it was trained without some
     labels."""
-    snapshot = load_snapshot(files.net, device)
+    snapshot = open_snapshot(files.net, device)
     snapshot.net, guide = fold(snapshot.net), None
     if files.guidance != 1 and files.gnet is not None:
-        guide = fold(load_snapshot(files.gnet, device).net)
+        guide = fold(open_snapshot(files.gnet, device).net)
     elif files.guidance != 1 and snapshot.meta.get("label_dropout"):
         guide = Unlabelled(snapshot.net)
     check_guide(snapshot.net, guide, files)

@@ -20,7 +20,7 @@ from torch import Tensor
 from edm2.errors import UserError
 from edm2.latents import Encoder, LatentEncoder, RGBEncoder
 from edm2.network import Precond
-from edm2.pickled import DAMAGE, Object, Refused, read_pickle
+from edm2.pickled import DAMAGE, Object, Refused, Span, read_pickle
 from edm2.snapshot import Snapshot
 
 LICENCE = "the network is NVIDIA's, under CC BY-NC-SA 4.0 (https://creativecommons.org/licenses/by-nc-sa/4.0/): not for commercial use"
@@ -123,9 +123,22 @@ class _Array(Object):
     def build(self, state: Any) -> None:
         super().build(state)
         _, shape, dtype, by_columns, data = state
-        if by_columns or not isinstance(dtype, _DType) or not isinstance(data, bytes):
+        if by_columns or not isinstance(dtype, _DType):
             raise Refused("an array in a form that this reader does not know")
-        self.array = np.frombuffer(data, dtype.dtype).reshape(_sizes(shape))
+        self.array = np.frombuffer(_bytes(data), dtype.dtype).reshape(_sizes(shape))
+
+
+def _bytes(x: bytes | Span) -> bytes:
+    if not isinstance(x, bytes | Span):
+        raise Refused("damaged: bytes that are none")
+    return x.read() if isinstance(x, Span) else x
+
+
+def _encoded(text: str, kind: str) -> bytes:
+    """How bytes are written in protocol 2."""
+    if not isinstance(text, str) or kind != "latin1":
+        raise Refused("damaged: bytes that are none")
+    return text.encode("latin1")
 
 
 class _Storages:
@@ -134,10 +147,12 @@ class _Storages:
     def __init__(self, size: int):
         self.left = size
 
-    def load(self, data: bytes) -> Tensor:
-        if not isinstance(data, bytes) or len(data) > self.left:
+    def load(self, source: bytes | Span) -> Tensor:
+        length = source.length if isinstance(source, Span) else len(source)
+        if length > self.left:
             raise Refused("damaged: more tensors than there is room for")
-        self.left -= len(data)
+        self.left -= length
+        data = _bytes(source)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a form of storage that is going away
@@ -185,6 +200,7 @@ def _allowed(size: int) -> dict[tuple[str, str], Callable[..., Any]]:
         ("torch._utils", "_rebuild_parameter"): _parameter,
         ("torch._utils", "_rebuild_tensor_v2"): _tensor,
         ("torch.storage", "_load_from_bytes"): storages.load,
+        ("_codecs", "encode"): _encoded,
         ("numpy", "dtype"): _DType,
         ("numpy", "ndarray"): _Array,
     }

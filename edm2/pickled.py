@@ -4,6 +4,7 @@ A pickle is a program for a small stack machine. This one knows the instructions
 Python objects and call them, what stands in an allow-list: functions of this project that only build data.
 """
 
+import os
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
@@ -29,6 +30,20 @@ class Object:
         self.state = state
 
 
+class Span:
+    """Bytes that stay in the file until `read`: they are most of it."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int):
+        self.file, self.start, self.length = file, start, length
+
+    def read(self) -> bytes:
+        here = self.file.tell()
+        self.file.seek(self.start)
+        data = self.file.read(self.length)
+        self.file.seek(here)
+        return data
+
+
 class Function:
     """What stands for a function or class of the allow-list; `make` is given the arguments of the call."""
 
@@ -45,10 +60,10 @@ class Function:
 
 
 def read_pickle(file: BinaryIO, size: int, allowed: Mapping[tuple[str, str], Callable[..., Any]]) -> Any:
-    """The data of the pickle in `file`, of `size` bytes; Refused for anything but data and calls of `allowed` (module, name).
+    """The data of the pickle in `file`, of `size` bytes, long bytes as `Span`s of it.
 
-    An allow-list's value is called with the arguments that the pickle gives. What is read is at no time longer than what is left
-    of the file, and nothing is numbered beyond what was there.
+    Refused for anything but data and calls of `allowed` (module, name), of which each is called with the arguments that the
+    pickle gives. What is read is at no time longer than what is left of the file, and nothing is numbered beyond what was there.
     """
     return _Machine(file, size, allowed).run()
 
@@ -82,6 +97,14 @@ class _Machine:
         if len(data) != count:
             raise Refused("damaged: it ends too early")
         return data
+
+    def span(self, count: int) -> Span:
+        if not 0 <= count <= self.left:
+            raise Refused(f"damaged: {count} bytes are to follow, and there are {self.left}")
+        self.left -= count
+        start = self.file.tell()
+        self.file.seek(count, os.SEEK_CUR)
+        return Span(self.file, start, count)
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.read(struct.calcsize(form)))[0]
@@ -215,8 +238,8 @@ INSTRUCTIONS: dict[bytes, Instruction] = {
     b"\x8b": lambda m: m.long(m.number("<I")),
     b"G": _push(lambda m: m.number(">d")),
     b"C": _push(lambda m: m.read(m.number("<B"))),
-    b"B": _push(lambda m: m.read(m.number("<I"))),
-    b"\x8e": _push(lambda m: m.read(m.number("<Q"))),
+    b"B": _push(lambda m: m.span(m.number("<I"))),
+    b"\x8e": _push(lambda m: m.span(m.number("<Q"))),
     b"\x8c": _push(lambda m: _text(m.read(m.number("<B")))),
     b"X": _push(lambda m: _text(m.read(m.number("<I")))),
     b"\x8d": _push(lambda m: _text(m.read(m.number("<Q")))),

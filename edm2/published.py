@@ -7,7 +7,7 @@ say which metric the averages' widths are the best for. The networks are under C
 from pathlib import Path
 from typing import NamedTuple
 
-from edm2.errors import UserError, check_name
+from edm2.errors import check_name
 
 URL = "https://nvlabs-fi-cdn.nvidia.com/edm2/posthoc-reconstructions"
 
@@ -61,17 +61,19 @@ PUBLISHED: dict[str, Published] = {
 
 
 def published_files(preset: str, folder: Path, net: bool = True, gnet: bool = True) -> Published:
-    """The row called `preset` with its networks' files in `folder`, None for one that is not wanted.
-
-    UserError with the nearest names for an unknown preset, and for a network that is not there with where it comes from.
+    """The row called `preset` with where its networks are: files in `folder`, snapshots or pickles, else their addresses; None for
+    one that is not wanted. UserError with the nearest names for an unknown preset.
     """
     check_name("preset", preset, PUBLISHED)
     row = PUBLISHED[preset]
-    return row._replace(net=_file(row.net, folder) if net else None, gnet=_file(row.gnet, folder) if gnet and row.gnet else None)
+    return row._replace(net=_place(row.net, folder) if net else None, gnet=_place(row.gnet, folder) if gnet and row.gnet else None)
 
 
-def _file(name: str, folder: Path) -> str:
-    path = folder / f"{name}.safetensors"
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: convert {URL}/{name}.pkl to a snapshot of this project, or give --networks")
-    return str(path)
+def address(name: str) -> str:
+    """Of a published network's pickle."""
+    return f"{URL}/{name}.pkl"
+
+
+def _place(name: str, folder: Path) -> str:
+    files = (folder / f"{name}{suffix}" for suffix in (".safetensors", ".pkl"))
+    return next((str(path) for path in files if path.is_file()), address(name))

@@ -62,7 +62,14 @@ def write_tensors(
         raise ValueError("a folded network has no raw weights to save")
     tensors = {name: _stored(tensor, dtype) for name, tensor in parameters.items()}
     tensors |= {name: _stored(tensor, torch.float32) for name, tensor in net.named_buffers()}
-    header = {"config": net.config, "encoder": encoder and encoder.config(), "meta": meta or {}}
+    write_file(path, tensors, net.config, encoder=encoder, meta=meta)
+
+
+def write_file(
+    path: str | Path, tensors: dict[str, Tensor], config: dict[str, Any], *, encoder: Encoder | None, meta: dict[str, Any] | None
+) -> None:
+    """`save_snapshot` of tensors on the CPU as they are, for the network of `config`."""
+    header = {"config": config, "encoder": encoder and encoder.config(), "meta": meta or {}}
     metadata = {"edm2": FORMAT, **{key: json.dumps(value) for key, value in header.items()}}
     with replacing(path) as temporary:
         try:

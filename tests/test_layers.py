@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # From the ground up: a module may import those before it.
-EDM2 = """version errors files pickled pictures published backends image_files data latents vae layers network weights folding guidance
-graphs denoisers loss presets phema distributed sharding optimizer sampler summary config diagnostics step prefetch generate
-held_out interruption stats snapshot official checkpoint preview tensorboard trainer training samples pipeline""".split()
+EDM2 = """version errors files download pickled pictures backends image_files data latents vae layers network weights
+folding guidance graphs denoisers loss presets phema distributed sharding optimizer sampler summary config
+diagnostics step prefetch generate held_out interruption stats snapshot official published networks checkpoint
+preview tensorboard trainer training samples pipeline""".split()
 
 
 def imports(path: Path) -> set[str]:

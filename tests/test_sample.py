@@ -19,7 +19,7 @@ from edm2.distributed import Processes
 from edm2.generate import ImageGenerator
 from edm2.latents import LatentEncoder, RGBEncoder
 from edm2.pictures import GAP
-from edm2.published import PUBLISHED, URL
+from edm2.published import PUBLISHED
 from edm2.sampler import Heun
 from edm2.samples import Sample, SampleFolder, make_samples
 from tests.command_lines import ROOT, call, refused, small_net
@@ -324,7 +324,7 @@ class TestPresets:
             assert (row.gnet is not None) == (row.guidance > 1) == guided
             assert row.net.startswith(name[: name.index("-", 12)]) and "uncond" in (row.gnet or "uncond") or "autog" in name
 
-    def test_a_preset_names_network_guide_and_strength(self, net, tmp_path):
+    def test_a_preset_names_network_guide_and_strength(self, net, tmp_path, monkeypatch):
         """Each of which an option overrides."""
         row = PUBLISHED["edm2-img512-s-guid-fid"]
         networks = tmp_path / "networks"
@@ -351,8 +351,12 @@ class TestPresets:
         (tmp_path / "guide").rename(guide)
         (networks / f"{row.net}.safetensors").unlink()
         np.testing.assert_array_equal(by_name, pixels("f", *options, f"--net={net}"))
+        monkeypatch.setattr("edm2.published.URL", "http://127.0.0.1:9")  # where nobody is
+        monkeypatch.setattr("edm2.download.TRIES", 1)
         line = refused(sample.main, f"--outdir={tmp_path / 'g'}", *options)
-        assert f"{row.net}.safetensors does not exist" in line and f"{URL}/{row.net}.pkl" in line and "--networks" in line
+        assert f"http://127.0.0.1:9/{row.net}.pkl cannot be downloaded" in line
+        (networks / f"{row.net}.pkl").write_bytes(b"\x80\x04N.")
+        assert f"{row.net}.pkl is refused: it holds no network" in refused(sample.main, f"--outdir={tmp_path / 'g'}", *options)
 
     def test_unknown_and_missing(self, tmp_path):
         assert "did you mean edm2-img512-s-fid" in refused(sample.main, f"--outdir={tmp_path}", "--preset=edm2-img512-s-fdi")

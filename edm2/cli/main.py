@@ -5,6 +5,7 @@ import click
 from edm2.cli.common import Group
 from edm2.cli.dataset import dataset
 from edm2.cli.metrics import metrics
+from edm2.cli.network import import_networks
 from edm2.cli.plot import plot
 from edm2.version import __version__
 
@@ -16,5 +17,6 @@ def main() -> None:
 
 
 main.add_command(dataset)
+main.add_command(import_networks)
 main.add_command(metrics)
 main.add_command(plot)

@@ -1,0 +1,70 @@
+"""Networks wherever they are: snapshots of this project and official pickles, as files or by their addresses."""
+
+import os
+from pathlib import Path
+
+import safetensors
+import torch
+from torch import Tensor
+
+from edm2.download import fetch, is_url
+from edm2.errors import UserError
+from edm2.network import Precond
+from edm2.official import load_official_snapshot, read_official
+from edm2.snapshot import Snapshot, load_snapshot, write_file
+
+CACHE = os.environ.get("EDM2_NETWORKS", "~/.cache/edm2")
+
+
+def open_snapshot(source: str | Path, device: str | torch.device = "cpu", cache: str | Path = CACHE) -> Snapshot:
+    """The network of a safetensors snapshot or an official pickle, a file or an address of http(s), which is downloaded to
+    `cache` once. UserError as `load_snapshot`, `load_official_snapshot` and `fetch`."""
+    path = network_file(source, cache)
+    if not is_pickle(path):
+        return load_snapshot(path, device)
+    snapshot = load_official_snapshot(path)
+    snapshot.net.to(device)
+    return snapshot
+
+
+def network_file(source: str | Path, cache: str | Path = CACHE, checksum: str | None = None) -> Path:
+    """The file itself, or what is at its address; `checksum` is the SHA-256 that the latter must have."""
+    return fetch(source, cache, checksum) if is_url(source) else Path(source).expanduser()
+
+
+def is_pickle(path: Path) -> bool:
+    """Does it begin as pickles do, and not as safetensors files, with the length of a header and its first character?"""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(9)
+    except OSError:
+        return False
+    return start[:1] == b"\x80" and start[8:] != b"{"
+
+
+def convert(source: Path, folder: Path) -> Path:
+    """An official pickle as a snapshot in `folder`, under its own name; tensors keep their values. The path of what was written.
+
+    What was written is compared, and the network evaluated once. UserError if it is no official pickle, or does not evaluate
+    to numbers.
+    """
+    found = read_official(source)
+    with torch.device("meta"):
+        net = Precond(**found.config).eval()
+    net.load_state_dict(found.tensors, assign=True)  # in their own types, half of the memory
+    noise = torch.randn(1, net.img_channels, net.img_resolution, net.img_resolution, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        if not net(noise, 1.0).isfinite().all():
+            raise UserError(f"{source} holds a network that does not evaluate to finite numbers")
+    path = folder / source.with_suffix(".safetensors").name
+    tensors = {name: x.float() if name in dict(net.named_buffers()) else x for name, x in found.tensors.items()}
+    write_file(path, tensors, found.config, encoder=found.encoder, meta=found.meta)
+    _compare(path, tensors)
+    return path
+
+
+def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
+    for name, x in tensors.items():
+        with safetensors.safe_open(path, framework="pt") as file:  # anew: what was read of it stays in memory until it is closed
+            if not torch.equal(file.get_tensor(name), x):
+                raise UserError(f"{path} was not written as it should be: is the disk damaged?")

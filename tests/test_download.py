@@ -1,0 +1,168 @@
+"""Downloads from a server on this machine that behaves well, and badly."""
+
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import edm2
+from edm2 import download
+from edm2.download import fetch, is_url
+
+DATA = bytes(range(256)) * 20000  # 5 MB
+
+
+class Server(ThreadingHTTPServer):
+    """Serves DATA under any name, or `errors` first; cuts connections after `cut` bytes so many times as `cuts`."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests, self.errors, self.cut, self.cuts, self.etag, self.data, self.stalls = [], [], 0, 0, '"1"', DATA, False
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/networks/a-1.0.pkl"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        server, asked = self.server, self.headers.get("Range")
+        server.requests.append(asked)
+        if server.errors:
+            return self.send_error(server.errors.pop(0))
+        start = int(asked[6:-1]) if asked and self.headers.get("If-Range") == server.etag else 0
+        if start >= len(server.data):
+            return self.send_error(416)
+        body = server.data[start:]
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body)))
+        if server.etag:
+            self.send_header("ETag", server.etag)
+        self.end_headers()
+        if server.stalls:
+            threading.Event().wait(3)
+        elif server.cuts:
+            server.cuts -= 1
+            self.wfile.write(body[: server.cut])
+        else:
+            self.wfile.write(body)
+
+
+@pytest.fixture()
+def server(monkeypatch):
+    monkeypatch.setattr(download, "PAUSE", 0.0)
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def left(folder) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {download.LOCK}
+
+
+def test_once(server, tmp_path):
+    path = fetch(server.url, tmp_path / "new")
+    assert path == tmp_path / "new" / "a-1.0.pkl" and path.read_bytes() == DATA and left(path.parent) == {path.name}
+    assert fetch(server.url, tmp_path / "new") == path and server.requests == [None]
+
+
+def test_cut_connections(server, tmp_path):
+    """Continued each time where they ended."""
+    server.cut, server.cuts = 2_000_000, 2
+    assert fetch(server.url, tmp_path).read_bytes() == DATA
+    assert server.requests == [None, "bytes=2000000-", "bytes=4000000-"] and left(tmp_path) == {"a-1.0.pkl"}
+
+
+def test_a_later_command_continues(server, tmp_path):
+    server.cut, server.cuts = 1_000_000, 1
+    server.errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(download, "TRIES", 1)
+        with pytest.raises(edm2.UserError, match="the connection ended after 1,000,000 of 5,120,000 bytes"):
+            fetch(server.url, tmp_path)
+    assert fetch(server.url, tmp_path).read_bytes() == DATA and server.requests[-1] == "bytes=1000000-"
+
+
+def test_another_file_by_then(server, tmp_path):
+    """Of which nothing is put behind the first one's part; nor where the server does not tell them apart."""
+    for etag in ('"2"', None):
+        server.cut, server.cuts, server.etag = 1_000_000, 1, '"1"' if etag else None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(download, "TRIES", 1)
+            with pytest.raises(edm2.UserError):
+                fetch(server.url, tmp_path)
+        server.etag, server.data = etag, bytes(reversed(DATA))
+        path = fetch(server.url, tmp_path)
+        assert path.read_bytes() == server.data
+        path.unlink()
+
+
+def test_a_part_that_was_all(server, tmp_path):
+    (tmp_path / ".a-1.0.pkl.part").write_bytes(DATA)
+    (tmp_path / ".a-1.0.pkl.version").write_text('"1"')
+    assert fetch(server.url, tmp_path).read_bytes() == DATA and server.requests == ["bytes=5120000-", None]
+
+
+def test_a_server_in_trouble(server, tmp_path):
+    server.errors = [503, 500]
+    assert fetch(server.url, tmp_path).read_bytes() == DATA
+    server.errors = [503] * 10
+    with pytest.raises(edm2.UserError, match="b.pkl cannot be downloaded: 503"):
+        fetch(server.url.replace("a-1.0", "b"), tmp_path)
+    assert len(server.requests) == 3 + download.TRIES
+
+
+def test_not_found(server, tmp_path):
+    server.errors = [404]
+    with pytest.raises(edm2.UserError, match="a-1.0.pkl cannot be downloaded: 404 Not Found"):
+        fetch(server.url, tmp_path)
+    assert len(server.requests) == 1 and not left(tmp_path)
+
+
+def test_no_server_and_no_answer(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "TRIES", 2)
+    with pytest.raises(edm2.UserError, match="cannot be downloaded: .*refused"):
+        fetch("http://127.0.0.1:9/a.pkl", tmp_path)
+    monkeypatch.setattr(download, "TIMEOUT", 0.2)
+    server.stalls = True
+    with pytest.raises(edm2.UserError, match="cannot be downloaded: .*timed out"):
+        fetch(server.url, tmp_path)
+
+
+def test_checksums(server, tmp_path):
+    good, bad = hashlib.sha256(DATA).hexdigest(), "0" * 64
+    with pytest.raises(edm2.UserError, match=f"is another file than expected: its SHA-256 is {good}, not {bad}"):
+        fetch(server.url, tmp_path, bad)
+    assert not left(tmp_path) - {".a-1.0.pkl.version"}
+    path = fetch(server.url, tmp_path, good.upper())
+    with pytest.raises(edm2.UserError, match="is another file than expected"):
+        fetch(server.url, tmp_path, bad)
+    assert path.read_bytes() == DATA  # a user's file is not deleted
+
+
+def test_several_at_once(server, tmp_path):
+    """Download it once. (In threads: a lock is a file's that each opens for itself.)"""
+    with ThreadPoolExecutor(4) as threads:
+        paths = list(threads.map(lambda _: fetch(server.url, tmp_path), range(4)))
+    assert {path.read_bytes() == DATA for path in paths} == {True} and len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("file:///etc/passwd", "no address that begins with https"),
+        ("ftp://example.org/a.pkl", "no address that begins with https"),
+        ("https:///a.pkl", "no address that begins with https"),
+        ("https://example.org/", "ends with no file name"),
+        ("https://example.org/..", "ends with no file name"),
+        ("https://example.org/.hidden", "ends with no file name"),
+        ("https://example.org/a%2F..%2Fb", "ends with no file name"),
+    ],
+)
+def test_addresses(url, words, tmp_path):
+    with pytest.raises(edm2.UserError, match=words):
+        fetch(url, tmp_path)
+    assert is_url(url) and not is_url("a/b.pkl") and not is_url("C:\\a.pkl")

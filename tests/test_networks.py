@@ -1,0 +1,134 @@
+"""Networks by file, address and preset, and `python -m edm2 import`."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import edm2
+import sample
+from edm2.cli.main import main
+from edm2.networks import is_pickle, open_snapshot
+from edm2.published import PUBLISHED
+from tests.command_lines import ROOT, call, refused, small_net
+from tests.conftest import GOLDEN, Golden, relative_error
+from tests.official_files import write_official
+from tests.test_download import Server
+
+PICKLE = GOLDEN / "official_snapshot.pkl"
+
+
+@pytest.fixture()
+def server(monkeypatch):
+    """Serves the official pickle under any name."""
+    with Server() as server:
+        server.data = PICKLE.read_bytes()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_files_and_addresses_are_alike(server, net, tmp_path):
+    expected = edm2.load_official_snapshot(PICKLE).net.state_dict()
+    for source in (PICKLE, str(PICKLE), server.url):
+        found = open_snapshot(source, cache=tmp_path)
+        assert all(torch.equal(found.net.state_dict()[name], x) for name, x in expected.items())
+    assert open_snapshot(net).config == edm2.load_snapshot(net).config
+
+
+def test_what_is_a_pickle(net, tmp_path):
+    """Also where the length of a safetensors file's header begins with the same byte."""
+    assert is_pickle(PICKLE) and not is_pickle(net) and not is_pickle(tmp_path / "none")
+    (tmp_path / "a").write_bytes(b"\x80\x04\x00\x00\x00\x00\x00\x00{")
+    assert not is_pickle(tmp_path / "a")
+
+
+def test_a_sample_of_an_official_network(tmp_path, server):
+    """The same from the pickle, its address and the snapshot made of it, with a word about the licence."""
+    made = call(main, "import", str(PICKLE), f"--out={tmp_path}")
+    assert made.exit_code == 0, made.output
+    assert made.output.startswith(f"wrote {tmp_path}/official_snapshot.safetensors\nNote: the network is NVIDIA's, under CC BY-NC-SA 4.0")
+    latents = []
+    for i, source in enumerate((PICKLE, server.url, tmp_path / "official_snapshot.safetensors")):
+        options = f"--net={source}", f"--networks={tmp_path / 'cache'}", f"--outdir={tmp_path / str(i)}"
+        result = call(sample.main, *options, "--latents", "--seeds=0", "--steps=2")
+        assert result.exit_code == 0, result.output
+        assert ("CC BY-NC-SA" in result.output) == (i < 2)
+        latents.append((tmp_path / str(i) / "000000.npy").read_bytes()[:1104])  # the array, without what made it
+    assert latents[0] == latents[1] == latents[2]
+
+
+class TestImport:
+    def test_values(self, tmp_path):
+        """Those of the reference, in the types that they had."""
+        call(main, "import", str(PICKLE), f"--out={tmp_path}")
+        golden, found = Golden("official_snapshot"), edm2.load_snapshot(tmp_path / "official_snapshot.safetensors")
+        with torch.no_grad():
+            denoised = found.net(golden["x"], golden["sigma"].reshape(-1, 1, 1, 1), golden["labels"])
+        assert relative_error(denoised, golden["denoised"]) < 1e-5
+        assert found.meta["file"] == "official_snapshot.pkl" and "CC BY-NC-SA" in found.meta["licence"]
+        assert PICKLE.stat().st_size > (tmp_path / "official_snapshot.safetensors").stat().st_size
+
+    def test_a_preset(self, server, tmp_path, monkeypatch):
+        """Both of its networks, which sample.py then finds."""
+        monkeypatch.setattr("edm2.published.URL", server.url.rpartition("/")[0])
+        row = PUBLISHED["edm2-img512-s-guid-fid"]
+        assert call(main, "import", "edm2-img512-s-guid-fid", f"--out={tmp_path}").exit_code == 0
+        assert {f"{row.net}.safetensors", f"{row.gnet}.safetensors"} < {path.name for path in tmp_path.iterdir()}
+        assert edm2.load_snapshot(tmp_path / f"{row.net}.safetensors").meta["std"] == 0.025
+        server.shutdown()
+        options = f"--networks={tmp_path}", f"--outdir={tmp_path / 'out'}", "--latents", "--seeds=0", "--steps=1"
+        result = call(sample.main, "--preset=edm2-img512-s-guid-fid", *options)
+        assert result.exit_code == 0, result.output
+
+    def test_what_cannot_be(self, server, net, tmp_path):
+        out = f"--out={tmp_path / 'out'}"
+        assert "is no pickle of the official release" in refused(main, "import", str(net), out)
+        assert "no file, no address and no preset" in refused(main, "import", "edm2-img512-s", out)
+        assert "is another file than expected" in refused(main, "import", server.url, out, f"--sha256={'0' * 64}")
+        assert "--sha256 is that of one file" in refused(main, "import", "edm2-img512-s-fid", out, "--sha256=0")
+        assert not list((tmp_path / "out").glob("*.safetensors"))
+
+    def test_a_network_that_makes_no_numbers(self, tmp_path, monkeypatch):
+        def read(path):
+            found = edm2.official.read_official(path)
+            found.tensors["unet.out_gain"].fill_(float("nan"))
+            return found
+
+        monkeypatch.setattr("edm2.networks.read_official", read)
+        assert "does not evaluate to finite numbers" in refused(main, "import", str(PICKLE), f"--out={tmp_path}")
+        assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_guides_are_opened_too(tmp_path):
+    edm2.save_snapshot(tmp_path / "a.safetensors", small_net(0))
+    line = refused(sample.main, f"--net={tmp_path / 'a.safetensors'}", f"--gnet={PICKLE}", "--guidance=2", f"--outdir={tmp_path}")
+    assert "makes images of another size" in line
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_files_as_the_release_writes_them(protocol, tmp_path):
+    """By Python's own pickle, of a network of every kind of part."""
+    net = small_net(5)
+    write_official(tmp_path / "edm2-img64-s-1073741-0.075.pkl", net, protocol)
+    found = open_snapshot(tmp_path / "edm2-img64-s-1073741-0.075.pkl")
+    assert json.loads(json.dumps(found.config)) == json.loads(json.dumps(net.config)) and found.encoder.kind == "rgb" and found.meta["nimg"] == 1073741000
+    assert all(torch.equal(found.net.state_dict()[name], x.half().float()) for name, x in net.state_dict().items())
+
+
+@pytest.mark.torture
+def test_time_and_memory_of_an_import(tmp_path):
+    """Of EDM2-S, 534 MiB: less than 10 s on two cores, less than 2.2 times its size beyond what is there before."""
+    with torch.no_grad():
+        write_official(tmp_path / "a.pkl", edm2.build("edm2-img512-s", 64, 4, 1000))
+    script = (
+        "import resource, sys, time; from pathlib import Path; from edm2.networks import convert\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; start = time.time(); path = Path(sys.argv[1])\n"
+        "convert(path, path.parent); print(time.time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    result = subprocess.run([sys.executable, "-c", script, tmp_path / "a.pkl"], cwd=ROOT, capture_output=True, text=True, check=True)
+    seconds, kib = map(float, result.stdout.split())
+    assert seconds < 10 and kib * 1024 < 2.2 * (tmp_path / "a.pkl").stat().st_size
