@@ -5,10 +5,10 @@ The header's metadata has four entries: `edm2` (version of this layout), `config
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import torch
@@ -21,6 +21,7 @@ from edm2.latents import Encoder, encoder_from_config
 from edm2.network import Precond
 
 FORMAT = "1"
+T = TypeVar("T")
 
 
 @dataclass
@@ -80,7 +81,7 @@ def write_file(
 
 def load_snapshot(path: str | Path, device: str | torch.device = "cpu") -> Snapshot:
     """Read a network; parameters become fp32. UserError if the file is missing, damaged or of another kind."""
-    header, tensors = _read(path, device)
+    header, tensors = read_file(path, lambda file: {name: file.get_tensor(name) for name in file.keys()}, device)
     try:
         with torch.device("meta"):
             net = Precond(**header["config"])
@@ -96,18 +97,19 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to("cpu", dtype).contiguous()
 
 
-def _read(path: str | Path, device: str | torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_file(path: str | Path, take: Callable[[Any], T], device: str | torch.device = "cpu") -> tuple[dict[str, Any], T]:
+    """A snapshot's header, and what `take` makes of the opened file (a `safetensors.safe_open`). UserError if it is none."""
     if not Path(path).is_file():
         raise UserError(f"snapshot {path} does not exist")
     try:
         with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            taken = take(file)
     except (safetensors.SafetensorError, OSError) as e:
         raise UserError(f"{path} is truncated or no safetensors file ({e})") from e
     if metadata.get("edm2") != FORMAT:
         raise UserError(f"{path} is a safetensors file, but not a snapshot of this project (layout {FORMAT})")
     try:
-        return {key: json.loads(metadata[key]) for key in ("config", "encoder", "meta")}, tensors
+        return {key: json.loads(metadata[key]) for key in ("config", "encoder", "meta")}, taken
     except (KeyError, ValueError) as e:
         raise UserError(f"{path} has a damaged header ({e}); it was not written by this project") from e

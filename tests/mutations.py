@@ -38,7 +38,7 @@ def mutated(data: bytes, seed: int) -> bytes:
             changed[at:at] = rng.choice((b"c", b"R", b"b", b"\x93", b"\x81", b"P1\n", b"\x82\x01", b"r\xff\xff\xff\xff", b"(", b"0", b"u"))
         elif rng.random() < 0.1:
             del changed[at:]
-            changed = changed or bytearray(b".")
+        changed = changed or bytearray(b".")
     return bytes(changed)
 
 

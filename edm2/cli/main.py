@@ -4,6 +4,7 @@ import click
 
 from edm2.cli.common import Group
 from edm2.cli.dataset import dataset
+from edm2.cli.info import info
 from edm2.cli.metrics import metrics
 from edm2.cli.network import import_networks
 from edm2.cli.plot import plot
@@ -18,5 +19,6 @@ def main() -> None:
 
 main.add_command(dataset)
 main.add_command(import_networks)
+main.add_command(info)
 main.add_command(metrics)
 main.add_command(plot)

@@ -1,0 +1,115 @@
+"""What a file or folder of this project, or of the official release, holds."""
+
+import json
+import math
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edm2.checkpoint import OPTIONS
+from edm2.data import ImageDataset
+from edm2.errors import UserError
+from edm2.networks import is_pickle
+from edm2.official import read_official
+from edm2.snapshot import read_file
+from edm2.stats import read_stats
+
+Facts = dict[str, Any]
+BUFFERS = "freqs", "phases"  # how the names end of what is no parameter
+
+
+def describe(path: str | Path) -> Facts:
+    """Facts by name, the first what it is: a snapshot, an official pickle, a training state, the folder of a run, a dataset.
+
+    Tensors are not loaded, but those of pickles. UserError for anything else, and for what is damaged.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
+    if path.is_dir():
+        return _run(path) if (path / OPTIONS).exists() else _dataset(path)
+    if is_pickle(path):
+        return _official(path)
+    if zipfile.is_zipfile(path):
+        return _state(path) if _is_state(path) else _dataset(path)
+    return _snapshot(path)
+
+
+def _snapshot(path: Path) -> Facts:
+    header, forms = read_file(path, lambda file: {name: _form(file.get_slice(name)) for name in file.keys()})
+    sizes, types = {name: n for name, (n, _) in forms.items()}, {kind for name, (_, kind) in forms.items() if not name.endswith(BUFFERS)}
+    return {"kind": "network snapshot", **_network(header["config"], sizes, types), "encoder": header["encoder"], **header["meta"]}
+
+
+def _form(tensor: Any) -> tuple[int, str]:
+    """Numbers in a tensor of a file, and their type."""
+    return math.prod(tensor.get_shape()), tensor.get_dtype()
+
+
+def _official(path: Path) -> Facts:
+    found = read_official(path)
+    sizes = {name: x.numel() for name, x in found.tensors.items()}
+    types = {str(x.dtype).removeprefix("torch.") for x in found.tensors.values()}
+    return {
+        "kind": "network pickle of the official release",
+        **_network(found.config, sizes, types),
+        "encoder": found.encoder.config(),
+        **found.meta,
+    }
+
+
+def _network(config: Facts, sizes: dict[str, int], types: set[str]) -> Facts:
+    parameters = sum(n for name, n in sizes.items() if not name.endswith(BUFFERS))
+    return {"parameters": parameters, "stored as": ", ".join(sorted(types)), "config": config}
+
+
+def _is_state(path: Path) -> bool:
+    with zipfile.ZipFile(path) as file:
+        return any(name.endswith("/data.pkl") for name in file.namelist())
+
+
+def _state(path: Path) -> Facts:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        adam, averages = state["optimizer"]["adam"]["state"], state["optimizer"]["emas"]
+        parameters = sum(x.numel() for x in next(iter(averages.values())).values())
+        steps = int(adam[0]["step"]) if adam else 0
+        facts = {"images": state["nimg"], "steps": steps, "seconds": state["elapsed"]}
+        return {"kind": "training state", "parameters": parameters, **facts, "averages of width": sorted(averages)}
+    except MemoryError:
+        raise
+    except Exception as e:  # the reader raises almost anything
+        raise UserError(f"{path} is no training state of this project ({(str(e).splitlines() or [type(e).__name__])[0][:200]})") from e
+
+
+def _run(path: Path) -> Facts:
+    try:
+        options = dict(json.loads((path / OPTIONS).read_text()))
+    except (OSError, TypeError, ValueError) as e:
+        raise UserError(f"{path / OPTIONS} cannot be read ({e})") from e
+    stats = read_stats(path) if (path / "stats.jsonl").exists() else []
+    last = {name: stats[-1][name] for name in ("Progress/kimg", "Loss/loss", "Timing/total_sec")} if stats else {}
+    files = {name: sorted(x.name for x in path.glob(f"{pattern}*")) for name, pattern in FILES.items()}
+    return {"kind": "training run", **last, **{name: _listed(names) for name, names in files.items()}, "options": options}
+
+
+FILES = {"snapshots": "network-snapshot-", "training states": "training-state-"}
+
+
+def _listed(names: list[str]) -> str:
+    return f"{len(names)}, the last {names[-1]}" if names else "none"
+
+
+def _dataset(path: Path) -> Facts:
+    try:
+        dataset = ImageDataset(path)
+    except UserError:  # perhaps for want of labels
+        dataset = ImageDataset(path, use_labels=False)
+    channels, height, width = dataset.image_shape
+    kind = "latents" if dataset.dtype.kind == "f" else "images"
+    return {
+        "kind": "dataset", kind: len(dataset), "size": f"{width}x{height}, {channels} channels, {dataset.dtype}",
+        "labels": dataset.label_dim or "none", "first": dataset.names[0], "bytes when decoded": dataset.nbytes,
+    }  # fmt: skip
