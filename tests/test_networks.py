@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+import safetensors
 import torch
 
 import edm2
@@ -70,6 +71,9 @@ class TestImport:
             denoised = found.net(golden["x"], golden["sigma"].reshape(-1, 1, 1, 1), golden["labels"])
         assert relative_error(denoised, golden["denoised"]) < 1e-5
         assert found.meta["file"] == "official_snapshot.pkl" and "CC BY-NC-SA" in found.meta["licence"]
+        with safetensors.safe_open(tmp_path / "official_snapshot.safetensors", framework="pt") as file:
+            types = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+        assert {name for name, kind in types.items() if kind == "F32"} == {name for name, _ in found.net.named_buffers()}
         assert PICKLE.stat().st_size > (tmp_path / "official_snapshot.safetensors").stat().st_size
 
     def test_a_preset(self, server, tmp_path, monkeypatch):

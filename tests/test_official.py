@@ -15,7 +15,7 @@ import torch
 
 import edm2
 from edm2.latents import LatentEncoder
-from edm2.official import _tensors, load_official_snapshot, read_official
+from edm2.official import _tensor, _tensors, load_official_snapshot, read_official
 from edm2.pickled import Object, Refused
 from tests.conftest import GOLDEN, Golden, relative_error
 from tests.mutations import mutated
@@ -209,6 +209,23 @@ def test_modules_in_themselves():
             child.build({"_parameters": {}, "_buffers": {}, "_modules": {}})
         with pytest.raises(Refused, match="a module twice"):
             dict(_tensors(module, set()))
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "stride", "words"),
+    [
+        (0, (2, 3), (1, 2), "not contiguous"),
+        (0, (2**40, 2), (0, 0), "not contiguous"),
+        (1, (2, 3), (3, 1), "beyond its storage"),
+        (-1, (2,), (1,), "sizes that are none"),
+        (0, (2, True), (1, 1), "sizes that are none"),
+        (0, (2**50,), (1,), "sizes that are none"),
+    ],
+)
+def test_tensors_that_are_none(offset, size, stride, words):
+    with pytest.raises(Refused, match=words):
+        _tensor(torch.arange(6.0), offset, size, stride, False, {})
+    assert torch.equal(_tensor(torch.arange(6.0), 2, (2, 1, 2), (2, 7, 1), False, {}), torch.arange(2.0, 6).view(2, 1, 2))
 
 
 def test_the_canary_sings(tmp_path):
