@@ -60,7 +60,8 @@ def read_official(path: str | Path) -> OfficialSnapshot:
         with open(path, "rb") as file:
             found = read_network(file, size)
     except Refused as e:
-        raise UserError(f"{path} is refused: {e}") from e
+        words = "".join(c if c.isprintable() else "?" for c in str(e))[:400]  # some are the file's own
+        raise UserError(f"{path} is refused: {words}") from e
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or e}") from e
     if match := FILE_NAME.search(path.name):

@@ -150,6 +150,7 @@ def hostile(canary: Path) -> dict[str, tuple[bytes, str]]:
         "beside the network": (in_state, system),
         "eval": (pickle.dumps(Evil(eval, "1")), "it asks for builtins.eval"),
         "getattr": (start + b"cbuiltins\ngetattr\n.", "it asks for builtins.getattr"),
+        "a name of two lines": (start + b"\x8c\x04o\n\x1bs\x8c\x06system\x93.", "it asks for o[?][?]s.system"),
         "a dotted name": (start + b"\x8c\x05torch\x8c\x0b_utils.eval\x93.", "it asks for torch._utils.eval"),
         "an attribute of what is allowed": (start + b"\x8c\x05numpy\x8c\x11ndarray.__class__\x93.", "it asks for numpy.ndarray.__class__"),
         "another import of numpy": (start + b"\x8c\x05numpy\x8c\x04load\x93.", "it asks for numpy.load"),
