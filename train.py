@@ -45,7 +45,7 @@ from edm2.training import train
 @click.option("--seed", metavar="INT", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Random seed.")
 @click.option("--mirror", is_flag=True, help="Also train on the mirror image of each image.")
 @click.option("--workers", metavar="INT", type=click.IntRange(min=0), help="Processes that read a dataset too large for memory.  [2]")
-@click.option("--init", metavar="FILE", help="Start from the weights of this snapshot.")
+@click.option("--init", metavar="FILE", help="Start from the weights of this network: a snapshot or an official pickle.")
 @click.option("--snapshot-dtype", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Precision of snapshots.")
 @click.option("--max-nonfinite", metavar="STEPS", type=click.IntRange(min=0), default=100, show_default=True,
               help="Stop after so many in a row with non-finite gradients; 0 = never.")  # fmt: skip

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from edm2.denoisers import choose
 from edm2.errors import UserError
-from edm2.files import make_folder, replacing
+from edm2.files import make_folder
 from edm2.guidance import Unlabelled
 from edm2.latents import Encoder, LatentEncoder, RGBEncoder, encoder_from_config
+from edm2.model_folder import GUIDE, INDEX, NET, VAE, write_index
 from edm2.network import Precond
 from edm2.sampler import Heun
 from edm2.snapshot import load_snapshot, save_snapshot
@@ -28,7 +29,6 @@ try:
 except (ImportError, RuntimeError) as e:  # diffusers' form of an ImportError further down
     raise ImportError(f"edm2.pipeline needs diffusers: pip install 'edm2-triton[vae]' ({e})") from e
 
-NET, GUIDE, VAE, INDEX = "net.safetensors", "gnet.safetensors", "vae", "model_index.json"  # in a pipeline's folder
 OUTPUT_TYPES = "pil", "np", "pt", "latent"
 
 
@@ -95,10 +95,7 @@ class EDM2Pipeline(DiffusionPipeline):
         if self.vae is not None:
             self.vae.save_pretrained(folder / VAE)
         components = [name for name in ("net", "gnet", "vae") if getattr(self, name) is not None]
-        index = {"_class_name": type(self).__name__, "components": components}
-        index |= {"guidance_scale": self.config.guidance_scale, "fast": self.config.fast}
-        with replacing(folder / INDEX) as temporary:
-            temporary.write_text(json.dumps(index, indent=2) + "\n")
+        write_index(folder, components, self.config.guidance_scale, self.config.fast)
 
     def to(self, *where: Any, device: Any = None, dtype: torch.dtype | None = None, **_: Any) -> "EDM2Pipeline":
         """To a device; a type is what is computed in from then on: parameters stay as they are."""

@@ -21,10 +21,11 @@ from edm2.latents import Encoder, encoder_for
 from edm2.layers import force_weight_norm_
 from edm2.loss import EDM2Loss, denoising_loss
 from edm2.network import Precond
+from edm2.networks import open_snapshot
 from edm2.optimizer import EDM2Optimizer, learning_rate_schedule, trained_parameters
 from edm2.prefetch import Prefetcher
 from edm2.sharding import Shards
-from edm2.snapshot import load_snapshot, write_tensors
+from edm2.snapshot import write_tensors
 from edm2.step import Round, TrainingStep
 from edm2.summary import multiply_adds
 from edm2.weights import BUCKET, StepWeights
@@ -257,7 +258,7 @@ def start_from(net: Precond, path: str) -> None:
 
     UserError if the networks differ otherwise.
     """
-    source = load_snapshot(path).net.state_dict()
+    source = open_snapshot(path).net.state_dict()
     target = net.state_dict()
     if net.label_dim != source.get("unet.emb_label.weight", torch.empty(0, 0)).shape[1]:
         source.pop("unet.emb_label.weight", None)

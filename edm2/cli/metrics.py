@@ -11,7 +11,7 @@ from edm2.cli.common import IntList
 from edm2.data import ImageDataset
 from edm2.errors import UserError
 from edm2.generate import generate_images
-from edm2.snapshot import load_snapshot
+from edm2.networks import open_snapshot
 
 
 @click.group()
@@ -32,7 +32,7 @@ def recognise(net: Path, data: Path, seeds: list[int], steps: int, batch: int) -
     The classes are asked for in turn.
     """
     full_precision()
-    snapshot = load_snapshot(net, "cuda" if torch.cuda.is_available() else "cpu")
+    snapshot = open_snapshot(net, "cuda" if torch.cuda.is_available() else "cpu")
     dataset = ImageDataset(data)
     size = (snapshot.net.img_channels, snapshot.net.img_resolution, snapshot.net.img_resolution)
     if snapshot.net.label_dim != dataset.label_dim or size != dataset.image_shape:

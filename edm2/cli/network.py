@@ -1,13 +1,16 @@
-"""`python -m edm2 import`: networks of the official release as snapshots of this project."""
+"""`python -m edm2 import` and `export`: networks of the official release, and folders for a model hub."""
 
 from pathlib import Path
 
 import click
+import torch
 
+from edm2.cli.common import Float
 from edm2.download import is_url
 from edm2.errors import UserError
 from edm2.files import make_folder
-from edm2.networks import CACHE, convert, is_pickle, network_file
+from edm2.model_folder import export
+from edm2.networks import CACHE, convert, is_pickle, network_file, open_snapshot
 from edm2.official import LICENCE
 from edm2.published import PUBLISHED, address
 
@@ -32,3 +35,22 @@ def import_networks(source: str, out: str, sha256: str | None) -> None:
             raise UserError(f"{path} is no pickle of the official release")
         click.echo(f"wrote {convert(path, folder)}")
     click.echo(f"Note: {LICENCE}.")
+
+
+@click.command("export")
+@click.option("--net", metavar="FILE|URL", required=True, help="Network: a snapshot of this project, or a pickle of the official release.")
+@click.option("--gnet", metavar="FILE|URL", help="Its guide.")
+@click.option("--guidance", type=Float(), default=1, show_default=True, help="Strength to sample with.")
+@click.option("--out", metavar="DIR", required=True, help="Where to write the folder.")
+@click.option("--license", "licence", metavar="ID", help="Of the network, as hubs spell it, e.g. apache-2.0.")
+@click.option("--dtype", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Of the stored parameters.")
+def export_network(net: str, gnet: str | None, guidance: float, out: str, licence: str | None, dtype: str) -> None:
+    """Write a folder that a model hub can hold: the network, its guide, JSON and a model card. `EDM2Pipeline.from_pretrained`
+    reads it."""
+    if (gnet is None) != (guidance == 1):
+        raise UserError("--gnet and --guidance go together: a guide and its strength, which is not 1")
+    guide = None if gnet is None else open_snapshot(gnet)
+    folder = export(
+        Path(out).expanduser(), open_snapshot(net), guide, guidance, licence, torch.float16 if dtype == "fp16" else torch.float32
+    )
+    click.echo(f"wrote {folder}")
