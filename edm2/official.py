@@ -5,12 +5,13 @@ with. The networks are under CC BY-NC-SA 4.0.
 """
 
 import io
+import itertools
 import math
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,14 +21,12 @@ from torch import Tensor
 from edm2.errors import UserError
 from edm2.latents import Encoder, LatentEncoder, RGBEncoder
 from edm2.network import Precond
-from edm2.pickled import DAMAGE, Object, Refused, Span, read_pickle
+from edm2.pickled import DAMAGE, Function, Object, Refused, Span, read_pickle
 from edm2.snapshot import Snapshot
 
 LICENCE = "the network is NVIDIA's, under CC BY-NC-SA 4.0 (https://creativecommons.org/licenses/by-nc-sa/4.0/): not for commercial use"
 FILE_NAME = re.compile(r"(?P<kimg>\d{7})-(?P<std>\d\.\d{3})\.pkl$")
 POSITIONAL = "img_resolution", "img_channels", "label_dim", "use_fp16", "sigma_data", "logvar_channels"  # arguments of Precond
-LARGEST = {"img_resolution": 2**13, "img_channels": 2**10, "label_dim": 2**20, "model_channels": 2**14, "num_blocks": 2**5}
-LEVELS = 8  # of resolutions
 
 
 @dataclass
@@ -64,6 +63,8 @@ def read_official(path: str | Path) -> OfficialSnapshot:
         raise UserError(f"{path} is refused: {words}") from e
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or e}") from e
+    except MemoryError as e:
+        raise UserError(f"{path} is refused: there is too little memory for it") from e
     if match := FILE_NAME.search(path.name):
         found.meta |= {"nimg": int(match["kimg"]) * 1000, "std": float(match["std"])}
     found.meta["file"] = path.name
@@ -126,6 +127,8 @@ class _Array(Object):
         _, shape, dtype, by_columns, data = state
         if by_columns or not isinstance(dtype, _DType):
             raise Refused("an array in a form that this reader does not know")
+        if (data.length if isinstance(data, Span) else len(data)) > 2**16:
+            raise Refused("an array of more than 65,536 bytes")
         self.array = np.frombuffer(_bytes(data), dtype.dtype).reshape(_sizes(shape))
 
 
@@ -135,35 +138,55 @@ def _bytes(x: bytes | Span) -> bytes:
     return x.read() if isinstance(x, Span) else x
 
 
-def _encoded(text: str, kind: str) -> bytes:
-    """How bytes are written in protocol 2."""
-    if not isinstance(text, str) or kind != "latin1":
-        raise Refused("damaged: bytes that are none")
-    return text.encode("latin1")
-
-
 class _Storages:
     """What tensors are cut from: files within the file, of at most its size in all."""
 
     def __init__(self, size: int):
-        self.left = size
+        self.left = self.left_as_text = size
 
     def load(self, source: bytes | Span) -> Tensor:
-        length = source.length if isinstance(source, Span) else len(source)
-        if length > self.left:
+        """The numbers of a file as `torch.save` wrote it before it wrote archives: four pickles, the count, the numbers."""
+        self.left -= source.length if isinstance(source, Span) else len(source)
+        if self.left < 0:
             raise Refused("damaged: more tensors than there is room for")
-        self.left -= length
         data = _bytes(source)
+        file = io.BytesIO(data)
+
+        def part(allowed: Mapping = MappingProxyType({}), persistent: Callable[[Any], Any] | None = None) -> Any:
+            return read_pickle(file, len(data) - file.tell(), allowed, persistent)
+
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a form of storage that is going away
-                storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-                flat = torch.empty(0, dtype=storage.dtype).set_(storage.untyped())
-        except Exception as e:  # a damaged one makes the reader raise almost anything
-            raise Refused(f"a storage cannot be read ({(str(e).splitlines() or [type(e).__name__])[0][:200]})") from e
-        if flat.nbytes > len(data):
-            raise Refused("damaged: a storage larger than its bytes")
-        return flat
+            if part() != MAGIC or part() != VERSION or part().get("little_endian") is not True:
+                raise Refused("it is of another kind")
+            dtype, key, count = part({("torch", name): lambda: None for name in STORAGES}, _stored)
+            if part() != [key] or int.from_bytes(file.read(8), "little") != count or len(data) - file.tell() != count * dtype.itemsize:
+                raise Refused("its numbers are not those that it promises")
+        except Refused as e:
+            raise Refused(f"a storage cannot be read ({e})") from e
+        return torch.frombuffer(bytearray(data[file.tell() :]), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+
+    def encoded(self, text: str, kind: str) -> bytes:
+        """How bytes are written in protocol 2."""
+        if not isinstance(text, str) or kind != "latin1":
+            raise Refused("damaged: bytes that are none")
+        self.left_as_text -= len(text)
+        if self.left_as_text < 0:
+            raise Refused("damaged: more bytes than there is room for")
+        return text.encode("latin1")
+
+
+MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
+STORAGES = {"HalfStorage": torch.float16, "FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16}
+
+
+def _stored(what: Any) -> tuple[torch.dtype, str, int]:
+    """Type, name and count of a storage's numbers."""
+    word, kind, key, where, count, view = what
+    name = kind.name.removeprefix("torch.") if isinstance(kind, Function) else ""
+    (count,) = _sizes((count,))
+    if word != "storage" or name not in STORAGES or not isinstance(key, str) or not isinstance(where, str) or view is not None:
+        raise Refused("it is of another kind")
+    return STORAGES[name], key, count
 
 
 def _tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: Any) -> Tensor:
@@ -201,7 +224,7 @@ def _allowed(size: int) -> dict[tuple[str, str], Callable[..., Any]]:
         ("torch._utils", "_rebuild_parameter"): _parameter,
         ("torch._utils", "_rebuild_tensor_v2"): _tensor,
         ("torch.storage", "_load_from_bytes"): storages.load,
-        ("_codecs", "encode"): _encoded,
+        ("_codecs", "encode"): storages.encoded,
         ("numpy", "dtype"): _DType,
         ("numpy", "ndarray"): _Array,
     }
@@ -243,15 +266,35 @@ def _config(net: _Persistent) -> dict[str, Any]:
     arguments, keywords = state.get("_init_args", ()), state.get("_init_kwargs", {})
     if not isinstance(arguments, tuple) or len(arguments) > len(POSITIONAL) or not isinstance(keywords, dict):
         raise Refused("damaged: a network without the arguments that it was made with")
-    config = dict(zip(POSITIONAL, arguments)) | _plain(keywords)
+    config = dict(zip(POSITIONAL, arguments)) | {name: x for name, x in keywords.items() if not name.startswith("_")}
     config |= {name: state[name] for name in ("img_resolution", "img_channels", "label_dim", "use_fp16", "sigma_data") if name in state}
-    for name, most in LARGEST.items():
-        value = config.get(name, 0)
-        if type(value) is not int or not 0 <= value <= most:
-            raise Refused(f"damaged: {name} is no integer up to {most}")
-    if any(isinstance(value, list) and len(value) > LEVELS for value in config.values()) or "dtype" in config:
-        raise Refused("a network of another kind than those of the official release")
-    return config
+    for name, value in config.items():
+        if name not in ARGUMENTS or not ARGUMENTS[name](value):
+            raise Refused(f"damaged, or a network of another kind: its argument {name[:40]} is none of the official release's")
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
+
+
+def _integer(least: int, most: int) -> Callable[[Any], bool]:
+    return lambda x: type(x) is int and least <= x <= most
+
+
+def _real(above: float, below: float) -> Callable[[Any], bool]:
+    return lambda x: type(x) in (int, float) and above < x < below
+
+
+def _several(each: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) in (list, tuple) and len(x) <= 8 and all(map(each, x))
+
+
+ARGUMENTS: dict[str, Callable[[Any], bool]] = {
+    "img_resolution": _integer(1, 2**13), "img_channels": _integer(1, 2**10), "label_dim": _integer(0, 2**20),
+    "model_channels": _integer(1, 2**14), "num_blocks": _integer(1, 2**5), "logvar_channels": _integer(1, 2**14),
+    "channels_per_head": _integer(1, 2**14), "channel_mult": _several(_integer(1, 64)), "attn_resolutions": _several(_integer(1, 2**13)),
+    "channel_mult_noise": lambda x: x is None or _integer(1, 64)(x), "channel_mult_emb": lambda x: x is None or _integer(1, 64)(x),
+    "use_fp16": lambda x: type(x) is bool, "sigma_data": _real(0, 1e6), "dropout": _real(-1e-9, 1),
+    "label_balance": _real(0, 1), "concat_balance": _real(0, 1), "res_balance": _real(0, 1), "attn_balance": _real(0, 1),
+    "clip_act": lambda x: x is None or _real(0, 1e9)(x), "resample_filter": _several(_real(-1e3, 1e3)),
+}  # fmt: skip
 
 
 def _check(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -261,12 +304,16 @@ def _check(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
             expected = {name: x.shape for name, x in Precond(**config).state_dict().items()}
     except DAMAGE as e:
         raise Refused(f"its configuration makes no network ({(str(e).splitlines() or [type(e).__name__])[0][:200]})") from e
-    found = {name: x.shape for name, x in tensors.items() if x.is_floating_point()}
+    found = {name: x.shape for name, x in tensors.items()}
     unlike = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if unlike:
         name = unlike[0]
         sizes = (list(where[name]) if name in where else "nothing" for where in (expected, found))
         raise Refused("{} should be {} and is {}; {} others differ too".format(name, *sizes, len(unlike) - 1))
+    if len({x.data_ptr() for x in tensors.values()}) < len(tensors):
+        raise Refused("damaged: tensors that share their numbers")
+    if not all(x.isfinite().all() for x in tensors.values()):
+        raise Refused("damaged: numbers that are not finite")
 
 
 def _encoder(encoder: Any) -> Encoder:
@@ -287,12 +334,17 @@ def _encoder(encoder: Any) -> Encoder:
     return LatentEncoder(mean.tolist(), std.tolist(), usual.final_std, name)
 
 
-def _plain(x: Any, depth: int = 0) -> Any:
-    """What of it JSON can hold, a network's own bookkeeping left out."""
+def _plain(x: Any, left: list[int] | None = None, depth: int = 0) -> Any:
+    """What of it JSON can hold, a network's own bookkeeping left out; of much no more than a thousand things."""
+    left = [1000] if left is None else left
+    left[0] -= 1
+    if left[0] < 0:
+        return None
     if isinstance(x, dict) and depth < 4:
-        return {str(k): _plain(v, depth + 1) for k, v in x.items() if not str(k).startswith("_") and not isinstance(v, Object | Tensor)}
-    if isinstance(x, list | tuple) and depth < 4 and len(x) <= 64:
-        return [_plain(v, depth + 1) for v in x]
+        kept = itertools.islice(((k, v) for k, v in x.items() if not k.startswith("_") and not isinstance(v, Object | Tensor)), 100)
+        return {k[:100]: _plain(v, left, depth + 1) for k, v in kept}
+    if isinstance(x, list | tuple) and depth < 4:
+        return [_plain(v, left, depth + 1) for v in x[:100]]
     if isinstance(x, str):
         return x[:1000]
     return x if x is None or isinstance(x, bool) or isinstance(x, int) and abs(x) < 2**63 or isinstance(x, float) else None

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 MARK = object()
 DAMAGE = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError  # what comes of wrong arguments
+INSTRUCTIONS_AT_MOST = 2**21  # a network of the official release has some 50,000
 LIMIT = 2**16  # characters of what names something; bytes of an integer
 
 
@@ -59,32 +60,45 @@ class Function:
             raise Refused(f"{self.name} called with what it does not take ({type(e).__name__})") from e
 
 
-def read_pickle(file: BinaryIO, size: int, allowed: Mapping[tuple[str, str], Callable[..., Any]]) -> Any:
+def read_pickle(
+    file: BinaryIO,
+    size: int,
+    allowed: Mapping[tuple[str, str], Callable[..., Any]],
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
     """The data of the pickle in `file`, of `size` bytes, long bytes as `Span`s of it.
 
     Refused for anything but data and calls of `allowed` (module, name), of which each is called with the arguments that the
-    pickle gives. What is read is at no time longer than what is left of the file, and nothing is numbered beyond what was there.
+    pickle gives; so is `persistent` with persistent ids, where they are wanted. What is read is at no time longer than what is
+    left of the file, and nothing is numbered beyond what was there.
     """
-    return _Machine(file, size, allowed).run()
+    return _Machine(file, size, allowed, persistent).run()
 
 
 class _Machine:
-    def __init__(self, file: BinaryIO, size: int, allowed: Mapping[tuple[str, str], Callable[..., Any]]):
-        self.file, self.left, self.allowed = file, size, allowed
+    def __init__(
+        self, file: BinaryIO, size: int, allowed: Mapping[tuple[str, str], Callable[..., Any]], persistent: Callable[[Any], Any] | None
+    ):
+        self.file, self.left, self.allowed, self.persistent = file, size, allowed, persistent
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
         if self.read(1) != b"\x80" or not 2 <= self.number("<B") <= 5:
             raise Refused("no pickle of protocol 2 to 5")
-        while True:
+        for _ in range(INSTRUCTIONS_AT_MOST):
             code = self.read(1)
             if code == b".":
                 break
+            if code == b"Q" and self.persistent is not None:
+                self.stack.append(self.persistent(self.pop()))
+                continue
             instruction = INSTRUCTIONS.get(code)
             if instruction is None:
                 raise Refused(f"it asks for {OTHERS.get(code, f'instruction {code!r}')}")
             instruction(self)
+        else:
+            raise Refused(f"it has more than {INSTRUCTIONS_AT_MOST:,} instructions")
         if len(self.stack) != 1 or self.stack[0] is MARK:
             raise Refused("damaged: it ends with more or less than one object")
         return self.stack[0]
@@ -170,7 +184,7 @@ class _Machine:
         if not isinstance(target, dict) or len(items) % 2:
             raise Refused(f"damaged: it puts items into {_named(target)}")
         for key, value in zip(items[::2], items[1::2]):
-            if not isinstance(key, str | int | float | bool | None):
+            if not isinstance(key, str):  # others' hashes can be chosen to collide
                 raise Refused(f"it uses {_named(key)} as a key")
             target[key] = value
 
@@ -182,7 +196,7 @@ class _Machine:
 
     def add(self, items: list[Any]) -> None:
         target = self.top()
-        if not isinstance(target, set) or not all(isinstance(item, str | int | float | bool | None) for item in items):
+        if not isinstance(target, set) or not all(isinstance(item, str) for item in items):
             raise Refused(f"damaged: it adds to {_named(target)}")
         target.update(items)
 

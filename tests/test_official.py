@@ -15,7 +15,7 @@ import torch
 
 import edm2
 from edm2.latents import LatentEncoder
-from edm2.official import _tensor, _tensors, load_official_snapshot, read_official
+from edm2.official import _check, _config, _Persistent, _plain, _tensor, _tensors, load_official_snapshot, read_official
 from edm2.pickled import Object, Refused
 from tests.conftest import GOLDEN, Golden, relative_error
 from tests.mutations import mutated
@@ -106,7 +106,7 @@ class TestForms:
         [
             ([("conv_res0", "conv_res9")], r"unet.dec.16x16_block0.conv_res0.weight should be \[8, 24, 3, 3\] and is nothing"),
             ([("ema", "emu")], "it holds no network"),
-            ([("model_channels", "modelachannels")], "its configuration makes no network"),
+            ([("model_channels", "modelachannels")], "its argument modelachannels is none of the official release's"),
             ([("class_name", "klass_name")], "_reconstruct_persistent_obj called with what it does not take .KeyError."),
             ([("class", "madam")], "it carries a module of program text"),
             ([("_parameters", "_permutants_")], "damaged: a Precond without its _parameters"),
@@ -234,6 +234,93 @@ def test_the_canary_sings(tmp_path):
     data, _ = hostile(tmp_path / "canary")["nested"]
     pickle.loads(data)
     assert (tmp_path / "canary").exists()
+
+
+def legacy(*parts: bytes) -> bytes:
+    """A pickle of one storage, a file in the file of these parts."""
+    data = b"".join(parts)
+    return b"\x80\x04\x8c\rtorch.storage\x8c\x10_load_from_bytes\x93B" + len(data).to_bytes(4, "little") + data + b"\x85R."
+
+
+MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([b"\x80\x02}N" + b"\x85" * 1_000_000 + b"Ns."], "it uses a tuple as a key"),
+        ([b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\xd0\xed\x90\x2e\x85R."], "it asks for builtins.bytearray"),
+        ([b"PK\x03\x04", b"0" * 100], "no pickle of protocol 2 to 5"),
+        ([MAGIC, b"\x80\x02M\xe9\x03."], "1 bytes are to follow, and there are 0"),
+        ([MAGIC, b"\x80\x02M\xe9\x03.", b"\x80\x02}X\r\x00\x00\x00little_endian\x89s."], "it is of another kind"),
+        ([MAGIC, b"\x80\x02K\x05."], "it is of another kind"),
+    ],
+    ids=["a nested key", "a call", "an archive", "cut off", "big-endian", "another version"],
+)
+def test_storages_that_are_none(parts, words, tmp_path):
+    """Of which PyTorch's own reader would take much memory, or crash."""
+    (tmp_path / "a.pkl").write_bytes(legacy(*parts))
+    with pytest.raises(edm2.UserError, match=f"a storage cannot be read .*{words}"):
+        load_official_snapshot(tmp_path / "a.pkl")
+
+
+def bomb(name: str) -> bytes:
+    """Small files that mean much."""
+    start, text = b"\x80\x04", b"\x8c\x01a"
+    if name == "shared dictionaries":
+        inner, data = b"}\x940", start
+        for level in range(5):
+            items = b"".join(b"\x8c\x02" + f"{i:02}".encode() + b"h" + bytes([level]) for i in range(100))
+            data += (b"}\x940" if level == 0 else b"") + b"}(" + items + b"u\x940"
+        return ORIGINAL[:2] + data[2:] + b"N." if not inner else data + b"}\x8c\x03emah\x05s."
+    if name == "keys that collide":
+        keys = b"".join(b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N" for i in range(10000))
+        return start + b"}(" + keys + b"u."
+    return start + b"\x8f0" * 1_500_000 + text + b"."
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("shared dictionaries", "it holds no network"),
+        ("keys that collide", "it uses a int as a key"),
+        ("instructions", "it has more than 2,097,152 instructions"),
+    ],
+)
+def test_bombs(name, words, tmp_path):
+    (tmp_path / "a.pkl").write_bytes(bomb(name))
+    with pytest.raises(edm2.UserError, match=words):
+        load_official_snapshot(tmp_path / "a.pkl")
+
+
+def test_what_is_told_is_bounded():
+    """However often parts of it are shared."""
+    shared: dict = {}
+    for _ in range(6):
+        shared = {f"{i:03}": shared for i in range(200)}
+    assert len(str(_plain(shared))) < 100_000
+
+
+def test_numbers(tmp_path):
+    """Finite, and each tensor its own."""
+    found = read_official(FILE)
+    for fault, words in ((lambda x: x.fill_(torch.nan), "not finite"), (lambda x: None, "share their numbers")):
+        tensors = {name: x.clone() for name, x in found.tensors.items()}
+        fault(tensors["unet.out_gain"])
+        if words.startswith("share"):
+            tensors["unet.emb_fourier.freqs"] = tensors["unet.emb_fourier.phases"]
+        with pytest.raises(Refused, match=words):
+            _check(found.config, tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("img_resolution", 0), ("num_blocks", 33), ("channel_mult", {"1": 2}), ("channel_mult", [1] * 9), ("label_balance", float("nan")),
+     ("use_fp16", "x"), ("sigma_data", None), ("dropout", "x"), ("attn_balance", None), ("resample_filter", ["a"]), ("dtype", "x")],
+)  # fmt: skip
+def test_arguments_of_another_kind(name, value):
+    with pytest.raises(Refused, match=f"its argument {name} is none of the official release's"):
+        _config(_Persistent({"type": "class", "class_name": "Precond", "state": {"_init_kwargs": {name: value}}}))
 
 
 def test_a_storage_counts_once(tmp_path):
