@@ -34,12 +34,16 @@ def fetch(url: str, folder: str | Path, checksum: str | None = None) -> Path:
     """
     path = make_folder(Path(folder).expanduser()) / _file_name(url)
     partial = path.with_name(f".{path.name}.part")
+    origin = path.with_name(f".{path.name}.url")
     with _alone(path.with_name(LOCK)):
         if not path.exists():
             _download(url, partial)
             _compare(partial, checksum, url)
+            origin.write_text(url)
             os.replace(partial, path)
             _mark_of(partial).unlink(missing_ok=True)
+        elif origin.exists() and origin.read_text() != url:
+            raise UserError(f"{path} is there already, from another address: {origin.read_text()}")
         else:
             _compare(path, checksum, path)
     return path
@@ -107,7 +111,12 @@ def _continue(url: str, partial: Path) -> None:
         partial.unlink()  # there is nothing behind its end: it is another file's, or was complete
         return _continue(url, partial)
     with response:
-        start = start if response.status == 206 else 0
+        there = response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
+        if response.status == 206 and not there:
+            raise HTTPException(f"the server sent another part than asked for: {response.headers.get('Content-Range')}")
+        if response.status != 206:
+            start = 0
+            partial.unlink(missing_ok=True)  # before another version's mark stands beside it
         mark.write_text(response.headers.get("ETag") or response.headers.get("Last-Modified") or "")
         length = response.headers.get("Content-Length")
         total = None if length is None else start + int(length)

@@ -1,6 +1,7 @@
 """Networks wherever they are: snapshots of this project and official pickles, as files or by their addresses."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import safetensors
@@ -11,7 +12,7 @@ from edm2.download import fetch, is_url
 from edm2.errors import UserError
 from edm2.network import Precond
 from edm2.official import load_official_snapshot, read_official
-from edm2.snapshot import Snapshot, load_snapshot, write_file
+from edm2.snapshot import Snapshot, load_snapshot, read_file, write_file
 
 CACHE = os.environ.get("EDM2_NETWORKS", "~/.cache/edm2")
 
@@ -48,6 +49,9 @@ def convert(source: Path, folder: Path) -> Path:
     What was written is compared, and the network evaluated once. UserError if it is no official pickle, or does not evaluate
     to numbers.
     """
+    path = folder / (source.name.removesuffix(".pkl") + ".safetensors")
+    if path.exists() and not _is_made_of(path, source):
+        raise UserError(f"{path} is there already, and not made of {source.name}; give another --out")
     found = read_official(source)
     with torch.device("meta"):
         net = Precond(**found.config).eval()
@@ -56,11 +60,17 @@ def convert(source: Path, folder: Path) -> Path:
     with torch.no_grad():
         if not net(noise, 1.0).isfinite().all():
             raise UserError(f"{source} holds a network that does not evaluate to finite numbers")
-    path = folder / source.with_suffix(".safetensors").name
     tensors = {name: x.float() if name in dict(net.named_buffers()) else x for name, x in found.tensors.items()}
     write_file(path, tensors, found.config, encoder=found.encoder, meta=found.meta)
     _compare(path, tensors)
     return path
+
+
+def _is_made_of(path: Path, source: Path) -> bool:
+    """Is this snapshot an earlier conversion of a pickle of this name?"""
+    with suppress(UserError):
+        return not path.samefile(source) and read_file(path, lambda _: None)[0]["meta"].get("file") == source.name
+    return False
 
 
 def _compare(path: Path, tensors: dict[str, Tensor]) -> None:

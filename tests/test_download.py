@@ -19,7 +19,16 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.requests, self.errors, self.cut, self.cuts, self.etag, self.data, self.stalls = [], [], 0, 0, '"1"', DATA, False
+        self.requests, self.errors, self.cut, self.cuts, self.etag, self.data, self.stalls, self.ranged = (
+            [],
+            [],
+            0,
+            0,
+            '"1"',
+            DATA,
+            False,
+            None,
+        )
         self.url = f"http://127.0.0.1:{self.server_address[1]}/networks/a-1.0.pkl"
 
 
@@ -38,6 +47,8 @@ class Handler(BaseHTTPRequestHandler):
         body = server.data[start:]
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(body)))
+        if start:
+            self.send_header("Content-Range", server.ranged or f"bytes {start}-{len(server.data) - 1}/{len(server.data)}")
         if server.etag:
             self.send_header("ETag", server.etag)
         self.end_headers()
@@ -60,7 +71,7 @@ def server(monkeypatch):
 
 
 def left(folder) -> set[str]:
-    return {path.name for path in folder.iterdir()} - {download.LOCK}
+    return {path.name for path in folder.iterdir()} - {download.LOCK, ".a-1.0.pkl.url"}
 
 
 def test_once(server, tmp_path):
@@ -98,6 +109,20 @@ def test_another_file_by_then(server, tmp_path):
         path = fetch(server.url, tmp_path)
         assert path.read_bytes() == server.data
         path.unlink()
+
+
+def test_another_address(server, tmp_path):
+    """Of a file of the same name, which are many."""
+    fetch(server.url, tmp_path)
+    with pytest.raises(edm2.UserError, match="a-1.0.pkl is there already, from another address: http://127.0.0.1:.*/networks/"):
+        fetch(server.url.replace("networks", "others"), tmp_path)
+
+
+def test_another_part_than_asked_for(server, tmp_path):
+    server.cut, server.cuts, server.ranged = 1_000_000, 1, "bytes 0-5119999/5120000"
+    with pytest.raises(edm2.UserError, match="the server sent another part than asked for: bytes 0-"):
+        fetch(server.url, tmp_path)
+    assert not (tmp_path / "a-1.0.pkl").exists()
 
 
 def test_a_part_that_was_all(server, tmp_path):

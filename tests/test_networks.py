@@ -76,6 +76,17 @@ class TestImport:
         assert {name for name, kind in types.items() if kind == "F32"} == {name for name, _ in found.net.named_buffers()}
         assert PICKLE.stat().st_size > (tmp_path / "official_snapshot.safetensors").stat().st_size
 
+    def test_nothing_else_is_overwritten(self, net, tmp_path):
+        """But an earlier conversion of the same file."""
+        (tmp_path / "official_snapshot.safetensors").write_bytes(net.read_bytes())
+        assert "is there already, and not made of official_snapshot.pkl" in refused(main, "import", str(PICKLE), f"--out={tmp_path}")
+        assert (tmp_path / "official_snapshot.safetensors").read_bytes() == net.read_bytes()
+        (tmp_path / "official_snapshot.safetensors").unlink()
+        assert all(call(main, "import", str(PICKLE), f"--out={tmp_path}").exit_code == 0 for _ in range(2))
+        (tmp_path / "w-0.125").write_bytes(PICKLE.read_bytes())
+        assert "wrote" in call(main, "import", str(tmp_path / "w-0.125"), f"--out={tmp_path}").output
+        assert (tmp_path / "w-0.125.safetensors").exists()
+
     def test_a_preset(self, server, tmp_path, monkeypatch):
         """Both of its networks, which sample.py then finds."""
         monkeypatch.setattr("edm2.published.URL", server.url.rpartition("/")[0])
