@@ -2,15 +2,17 @@
 
 import os
 import re
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from edm2.errors import UserError
@@ -19,7 +21,6 @@ from edm2.files import make_folder, sha256
 TIMEOUT = 30  # seconds without a byte
 TRIES, PAUSE = 5, 1.0  # in a row without any; seconds before the second one, more before others
 CHUNK = 2**20
-LOCK = ".lock"  # of a folder; it stays there: who waits for it must wait for the same one as others
 
 
 def is_url(source: str | Path) -> bool:
@@ -32,96 +33,147 @@ def fetch(url: str, folder: str | Path, checksum: str | None = None) -> Path:
     `checksum`: SHA-256 that it must have, hexadecimal. What has arrived of an interrupted download is kept and continued, if
     the file is still the same. Processes that want the same file wait for the first. UserError if it cannot be had.
     """
-    path = make_folder(Path(folder).expanduser()) / _file_name(url)
-    partial = path.with_name(f".{path.name}.part")
-    origin = path.with_name(f".{path.name}.url")
-    with _alone(path.with_name(LOCK)):
-        if not path.exists():
-            _download(url, partial)
-            _compare(partial, checksum, url)
-            origin.write_text(url)
-            os.replace(partial, path)
-            _mark_of(partial).unlink(missing_ok=True)
-        elif origin.exists() and origin.read_text() != url:
-            raise UserError(f"{path} is there already, from another address: {origin.read_text()}")
-        else:
-            _compare(path, checksum, path)
+    path = Path(folder).expanduser() / _file_name(url)
+    if not path.is_file():
+        make_folder(path.parent)
+        with _alone(path):
+            if not path.is_file():  # nor has another process brought it
+                _bring(url, path, checksum)
+                return path
+    origin = _beside(path, "url")
+    try:
+        came_from = origin.read_text(errors="replace") if origin.exists() else url
+    except OSError as e:
+        raise UserError(f"cannot read {origin}: {e.strerror or e}") from e
+    if came_from != url:
+        raise UserError(f"{path} is there already, from another address: {came_from}")
+    _compare(path, checksum, path)
     return path
 
 
 def _file_name(url: str) -> str:
-    parts = urlsplit(url)
-    name = unquote(parts.path.rsplit("/", 1)[-1])
-    if parts.scheme.lower() not in ("http", "https") or not parts.netloc:
-        raise UserError(f"{url} is no address that begins with https:// or http://")
-    if not re.fullmatch(r"\w[\w.+-]*", name):
+    try:
+        parts = urlsplit(url)
+        parts.hostname.encode("idna")  # AttributeError if there is none
+        name = unquote(parts.path.rsplit("/", 1)[-1])
+        fine = parts.scheme.lower() in SCHEMES and (parts.port is None or parts.port > 0)
+    except (AttributeError, ValueError):
+        fine = False
+    if not fine or not url.isascii() or not url.isprintable() or " " in url:
+        raise UserError(f"{url!r} is no address that begins with https:// or http://, in ASCII")
+    if not re.fullmatch(r"\w[\w.+-]{0,199}", name):
         raise UserError(f"{url} ends with no file name")
     return name
 
 
+SCHEMES = "http", "https"
+
+
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _alone(path: Path) -> Iterator[None]:
     """One process of this machine at a time."""
+    lock = FileLock(_beside(path, "lock"))
     try:
-        import fcntl
-    except ImportError:  # Windows
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            print(f"waiting for another process, which downloads {path.name}", file=sys.stderr)
+            lock.acquire()
+    except (OSError, NotImplementedError) as e:
+        raise UserError(f"cannot lock {lock.lock_file}: {e}") from e
+    try:
         yield
-        return
-    with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    finally:
+        lock.release()
 
 
-def _download(url: str, partial: Path) -> None:
+def _bring(url: str, path: Path, checksum: str | None) -> None:
+    partial, origin = _beside(path, "part"), _beside(path, "url")
+    try:
+        _download(url, partial, checksum is not None)
+        _compare(partial, checksum, url)
+        _write(origin, url)
+        os.replace(partial, path)
+        _beside(path, "version").unlink(missing_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror or e}") from e
+
+
+def _beside(path: Path, what: str) -> Path:
+    """A file that belongs to `path`: its `lock`, its `url`, the `part` of it that has arrived, of which `version` of it."""
+    return path.with_name(f".{path.name}.{what}")
+
+
+def _download(url: str, partial: Path, will_be_checked: bool) -> None:
     """All of it. UserError if nothing more comes, though asked for again and again."""
     failures = 0
     while True:
         before = _size(partial)
         try:
-            _continue(url, partial)
+            _continue(url, partial, will_be_checked)
             return
         except urllib.error.HTTPError as e:
             if e.code < 500:
-                raise UserError(f"{url} cannot be downloaded: {e.code} {e.reason}") from e
+                raise UserError(f"{url} cannot be downloaded: {e.code} {_one_line(e.reason)}") from e
             reason = f"{e.code} {e.reason}"
         except (urllib.error.URLError, HTTPException, ConnectionError, TimeoutError) as e:
             reason = str(getattr(e, "reason", e)) or type(e).__name__
-        except OSError as e:
-            raise UserError(f"cannot write {partial}: {e.strerror or e}") from e
         failures = failures + 1 if _size(partial) <= before else 1
         if failures == TRIES:
             kept = f"; {before / 2**20:.1f} MiB are kept, and the same command continues" if before else ""
-            raise UserError(f"{url} cannot be downloaded: {reason}{kept}")
+            raise UserError(f"{url} cannot be downloaded: {_one_line(reason)}{kept}")
         time.sleep(PAUSE * failures)
 
 
-def _continue(url: str, partial: Path) -> None:
-    """From where `partial` ends, if the file is the one that it began with; else from its beginning."""
-    mark, start = _mark_of(partial), _size(partial)
-    version = mark.read_text() if mark.exists() else ""
-    request = urllib.request.Request(url, headers={"User-Agent": "edm2-triton"})
-    if start and version:
-        request.add_header("Range", f"bytes={start}-")
-        request.add_header("If-Range", version)
+def _one_line(words: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in str(words))[:300]
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """To other addresses of the web, and from secure ones to secure ones only."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):  # noqa: ANN001, ANN201
+        scheme = urlsplit(newurl).scheme
+        if scheme != "https" and (scheme != "http" or req.type == "https"):
+            raise UserError(f"{req.full_url} cannot be downloaded: it redirects to {_one_line(newurl)}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _open(url: str, headers: dict[str, str]) -> HTTPResponse:
+    request = urllib.request.Request(url, headers={"User-Agent": "edm2-triton"} | headers)
     try:
-        response = urllib.request.urlopen(request, timeout=TIMEOUT)
+        return urllib.request.build_opener(_Redirects).open(request, timeout=TIMEOUT)
+    except UserError:
+        raise
+    except ValueError as e:  # of an address that it redirects to
+        raise UserError(f"{url} cannot be downloaded: {_one_line(e)}") from e
+
+
+def _continue(url: str, partial: Path, will_be_checked: bool) -> None:
+    """From where `partial` ends, if the file is the one that it began with; else from its beginning."""
+    mark, start = partial.with_suffix(".version"), _size(partial)
+    version = mark.read_text(errors="replace") if mark.exists() else ""
+    known = start and version and version.isascii() and version.isprintable()
+    try:
+        response = _open(url, {"Range": f"bytes={start}-", "If-Range": version} if known else {})
     except urllib.error.HTTPError as e:
-        if e.code != 416:
+        if e.code != 416 or not known:
             raise
         partial.unlink()  # there is nothing behind its end: it is another file's, or was complete
-        return _continue(url, partial)
+        return _continue(url, partial, will_be_checked)
     with response:
         there = response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
-        if response.status == 206 and not there:
+        if response.status == 206 and not (known and there):
             raise HTTPException(f"the server sent another part than asked for: {response.headers.get('Content-Range')}")
+        if response.length is None and not response.chunked and not will_be_checked:
+            raise UserError(f"{url} cannot be downloaded: the server does not tell its length; give its --sha256")
         if response.status != 206:
             start = 0
             partial.unlink(missing_ok=True)  # before another version's mark stands beside it
-        mark.write_text(response.headers.get("ETag") or response.headers.get("Last-Modified") or "")
-        length = response.headers.get("Content-Length")
-        total = None if length is None else start + int(length)
+        _write(mark, response.headers.get("ETag") or response.headers.get("Last-Modified") or "")
+        total = None if response.length is None else start + response.length
         bar = tqdm(total=total, initial=start, unit="B", unit_scale=True, desc=partial.name[1:-5], disable=None)
-        with open(partial, "ab" if start else "wb") as file, bar:
+        with open(partial, "ab" if start else "wb", opener=_no_link) as file, bar:
             while data := response.read(CHUNK):
                 file.write(data)
                 bar.update(len(data))
@@ -131,16 +183,20 @@ def _continue(url: str, partial: Path) -> None:
                 raise ConnectionError(f"the connection ended after {file.tell():,} of {total:,} bytes")
 
 
+def _write(path: Path, text: str) -> None:
+    with open(path, "w", opener=_no_link, errors="replace") as file:
+        file.write(text)
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def _compare(path: Path, checksum: str | None, source: str | Path) -> None:
     if checksum is not None and (found := sha256(path)) != checksum.lower():
         if is_url(source):
             path.unlink()
         raise UserError(f"{source} is another file than expected: its SHA-256 is {found}, not {checksum.lower()}")
-
-
-def _mark_of(partial: Path) -> Path:
-    """Where stands which version of the file `partial` is a part of."""
-    return partial.with_suffix(".version")
 
 
 def _size(path: Path) -> int:

@@ -49,7 +49,7 @@ class ImageFiles:
         if self._zip is None or self._zip_pid != os.getpid():
             try:
                 self._zip, self._zip_pid = zipfile.ZipFile(self.path), os.getpid()
-            except (OSError, zipfile.BadZipFile) as e:
+            except Exception as e:  # of a damaged one it raises almost anything
                 raise UserError(f"{self.path} is neither a folder nor a readable ZIP ({e})") from e
         return self._zip
 

@@ -2,12 +2,10 @@
 
 import json
 import math
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from edm2.archive import is_archive, is_zip, read_archive
 from edm2.checkpoint import OPTIONS
 from edm2.data import ImageDataset
 from edm2.errors import UserError
@@ -32,15 +30,16 @@ def describe(path: str | Path) -> Facts:
         return _run(path) if (path / OPTIONS).exists() else _dataset(path)
     if is_pickle(path):
         return _official(path)
-    if zipfile.is_zipfile(path):
-        return _state(path) if _is_state(path) else _dataset(path)
+    if is_zip(path):
+        return _state(path) if is_archive(path) else _dataset(path)
     return _snapshot(path)
 
 
 def _snapshot(path: Path) -> Facts:
     header, forms = read_file(path, lambda file: {name: _form(file.get_slice(name)) for name in file.keys()})
     sizes, types = {name: n for name, (n, _) in forms.items()}, {kind for name, (_, kind) in forms.items() if not name.endswith(BUFFERS)}
-    return {"kind": "network snapshot", **_network(header["config"], sizes, types), "encoder": header["encoder"], **header["meta"]}
+    facts = {"kind": "network snapshot", **_network(header["config"], sizes, types), "encoder": header["encoder"]}
+    return facts | {name: x for name, x in header["meta"].items() if name not in facts}
 
 
 def _form(tensor: Any) -> tuple[int, str]:
@@ -65,17 +64,12 @@ def _network(config: Facts, sizes: dict[str, int], types: set[str]) -> Facts:
     return {"parameters": parameters, "stored as": ", ".join(sorted(types)), "config": config}
 
 
-def _is_state(path: Path) -> bool:
-    with zipfile.ZipFile(path) as file:
-        return any(name.endswith("/data.pkl") for name in file.namelist())
-
-
 def _state(path: Path) -> Facts:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = read_archive(path)
         adam, averages = state["optimizer"]["adam"]["state"], state["optimizer"]["emas"]
-        parameters = sum(x.numel() for x in next(iter(averages.values())).values())
-        steps = int(adam[0]["step"]) if adam else 0
+        parameters = sum(math.prod(x.shape) for x in next(iter(averages.values())).values())
+        steps = int(adam[0]["step"].value) if adam else 0
         facts = {"images": state["nimg"], "steps": steps, "seconds": state["elapsed"]}
         return {"kind": "training state", "parameters": parameters, **facts, "averages of width": sorted(averages)}
     except MemoryError:
@@ -90,7 +84,7 @@ def _run(path: Path) -> Facts:
     except (OSError, TypeError, ValueError) as e:
         raise UserError(f"{path / OPTIONS} cannot be read ({e})") from e
     stats = read_stats(path) if (path / "stats.jsonl").exists() else []
-    last = {name: stats[-1][name] for name in ("Progress/kimg", "Loss/loss", "Timing/total_sec")} if stats else {}
+    last = {name: stats[-1].get(name) for name in ("Progress/kimg", "Loss/loss", "Timing/total_sec")} if stats else {}
     files = {name: sorted(x.name for x in path.glob(f"{pattern}*")) for name, pattern in FILES.items()}
     return {"kind": "training run", **last, **{name: _listed(names) for name, names in files.items()}, "options": options}
 

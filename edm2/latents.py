@@ -19,6 +19,9 @@ RAW_STATISTICS = {
 }
 
 
+VAE = "stabilityai/sd-vae-ft-mse"
+
+
 class RGBEncoder:
     """uint8 pixels ↔ [−1, 1]; also serves grey images."""
 
@@ -56,7 +59,7 @@ class LatentEncoder:
         raw_mean: Sequence[float] | None = None,
         raw_std: Sequence[float] | None = None,
         final_std: float = 0.5,
-        vae: str = "stabilityai/sd-vae-ft-mse",
+        vae: str = VAE,
         pixel_range: Sequence[int] = (0, 1),
     ):
         self.vae, self.pixel_range, self.final_std = vae, _known_range(pixel_range), final_std
@@ -118,6 +121,12 @@ def encoder_from_config(config: dict[str, Any]) -> Encoder:
         if encoder.kind == kind:
             return encoder(**kwargs)
     raise ValueError(f"unknown encoder {kind!r}")
+
+
+def check_channels(encoder: Encoder, channels: int) -> None:
+    """ValueError unless a network of so many channels can have this encoder."""
+    if isinstance(encoder, LatentEncoder) and len(encoder.raw_mean) != channels:
+        raise ValueError(f"its encoder is for {len(encoder.raw_mean)} channels and its network for {channels}")
 
 
 def encoder_for(channels: int, dtype: np.dtype, pixel_range: Sequence[int] = (0, 1)) -> tuple[Encoder, int]:

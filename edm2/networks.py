@@ -12,8 +12,10 @@ from edm2.download import fetch, is_url
 from edm2.errors import UserError
 from edm2.network import Precond
 from edm2.official import load_official_snapshot, read_official
+from edm2.pickled import DAMAGE
 from edm2.snapshot import Snapshot, load_snapshot, read_file, write_file
 
+EVALUATED = 64  # pixels of the image that a network is tried with
 CACHE = os.environ.get("EDM2_NETWORKS", "~/.cache/edm2")
 
 
@@ -56,14 +58,25 @@ def convert(source: Path, folder: Path) -> Path:
     with torch.device("meta"):
         net = Precond(**found.config).eval()
     net.load_state_dict(found.tensors, assign=True)  # in their own types, half of the memory
-    noise = torch.randn(1, net.img_channels, net.img_resolution, net.img_resolution, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        if not net(noise, 1.0).isfinite().all():
-            raise UserError(f"{source} holds a network that does not evaluate to finite numbers")
+    if not _evaluates(net, source):
+        raise UserError(f"{source} holds a network that does not evaluate to finite numbers")
     tensors = {name: x.float() if name in dict(net.named_buffers()) else x for name, x in found.tensors.items()}
     write_file(path, tensors, found.config, encoder=found.encoder, meta=found.meta)
     _compare(path, tensors)
     return path
+
+
+def _evaluates(net: Precond, source: Path) -> bool:
+    """To finite numbers, for an image of no more pixels than are needed."""
+    step = net.unet.granularity
+    size = min(net.img_resolution, max(step, EVALUATED // step * step))
+    noise = torch.randn(1, net.img_channels, size, size, generator=torch.Generator().manual_seed(0))
+    try:
+        with torch.no_grad():
+            return bool(net(noise, 1.0).isfinite().all())
+    except DAMAGE as e:
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
+        raise UserError(f"{source} holds a network that cannot be evaluated ({reason[:200]})") from e
 
 
 def _is_made_of(path: Path, source: Path) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from edm2.errors import UserError
-from edm2.latents import Encoder, LatentEncoder, RGBEncoder
+from edm2.latents import Encoder, LatentEncoder, RGBEncoder, check_channels
 from edm2.network import Precond
 from edm2.pickled import DAMAGE, Function, Object, Refused, Span, read_pickle
 from edm2.snapshot import Snapshot
@@ -86,8 +86,13 @@ def _network(data: Any) -> OfficialSnapshot:
     config = _config(net)
     tensors = dict(_tensors(net, set()))
     _check(config, tensors)
+    encoder = _encoder(data.get("encoder"))
+    try:
+        check_channels(encoder, config["img_channels"])
+    except ValueError as e:
+        raise Refused(f"damaged: {e}") from e
     meta = {"dataset_kwargs": _plain(data.get("dataset_kwargs")), "loss": _plain(_state_of(data.get("loss_fn"))), "licence": LICENCE}
-    return OfficialSnapshot(config, tensors, _encoder(data.get("encoder")), meta)
+    return OfficialSnapshot(config, tensors, encoder, meta)
 
 
 class _Persistent(Object):

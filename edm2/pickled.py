@@ -13,6 +13,7 @@ MARK = object()
 DAMAGE = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError  # what comes of wrong arguments
 INSTRUCTIONS_AT_MOST = 2**21  # a network of the official release has some 50,000
 LIMIT = 2**16  # characters of what names something; bytes of an integer
+NUMBERED_AT_MOST = 2**13  # keys that are numbers: so few may have any hashes
 
 
 class Refused(Exception):
@@ -65,21 +66,27 @@ def read_pickle(
     size: int,
     allowed: Mapping[tuple[str, str], Callable[..., Any]],
     persistent: Callable[[Any], Any] | None = None,
+    numbered: bool = False,
 ) -> Any:
     """The data of the pickle in `file`, of `size` bytes, long bytes as `Span`s of it.
 
     Refused for anything but data and calls of `allowed` (module, name), of which each is called with the arguments that the
     pickle gives; so is `persistent` with persistent ids, where they are wanted. What is read is at no time longer than what is
-    left of the file, and nothing is numbered beyond what was there.
+    left of the file, and nothing is numbered beyond what was there. Keys are text; if `numbered`, numbers too.
     """
-    return _Machine(file, size, allowed, persistent).run()
+    return _Machine(file, size, allowed, persistent, NUMBERED_AT_MOST if numbered else 0).run()
 
 
 class _Machine:
     def __init__(
-        self, file: BinaryIO, size: int, allowed: Mapping[tuple[str, str], Callable[..., Any]], persistent: Callable[[Any], Any] | None
+        self,
+        file: BinaryIO,
+        size: int,
+        allowed: Mapping[tuple[str, str], Callable[..., Any]],
+        persistent: Callable[[Any], Any] | None,
+        numbered: int,
     ):
-        self.file, self.left, self.allowed, self.persistent = file, size, allowed, persistent
+        self.file, self.left, self.allowed, self.persistent, self.numbered = file, size, allowed, persistent, numbered
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
@@ -185,7 +192,9 @@ class _Machine:
             raise Refused(f"damaged: it puts items into {_named(target)}")
         for key, value in zip(items[::2], items[1::2]):
             if not isinstance(key, str):  # others' hashes can be chosen to collide
-                raise Refused(f"it uses {_named(key)} as a key")
+                self.numbered -= 1
+                if type(key) not in (int, float) or self.numbered < 0:
+                    raise Refused(f"it uses {_named(key)} as a key")
             target[key] = value
 
     def append(self, items: list[Any]) -> None:

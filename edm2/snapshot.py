@@ -17,7 +17,7 @@ from torch import Tensor
 
 from edm2.errors import UserError
 from edm2.files import replacing
-from edm2.latents import Encoder, encoder_from_config
+from edm2.latents import Encoder, check_channels, encoder_from_config
 from edm2.network import Precond
 
 FORMAT = "1"
@@ -87,6 +87,8 @@ def load_snapshot(path: str | Path, device: str | torch.device = "cpu") -> Snaps
             net = Precond(**header["config"])
         net.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
         encoder = header["encoder"] and encoder_from_config(header["encoder"])
+        if encoder:
+            check_channels(encoder, net.img_channels)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise UserError(f"{path} does not fit its own configuration ({reason}); it was not written by this project") from e
@@ -110,6 +112,9 @@ def read_file(path: str | Path, take: Callable[[Any], T], device: str | torch.de
     if metadata.get("edm2") != FORMAT:
         raise UserError(f"{path} is a safetensors file, but not a snapshot of this project (layout {FORMAT})")
     try:
-        return {key: json.loads(metadata[key]) for key in ("config", "encoder", "meta")}, taken
-    except (KeyError, ValueError) as e:
+        header = {key: json.loads(metadata[key]) for key in ("config", "encoder", "meta")}
+        if not isinstance(header["config"], dict) or not isinstance(header["meta"], dict):
+            raise ValueError("its parts are none")
+        return header, taken
+    except (KeyError, RecursionError, ValueError) as e:
         raise UserError(f"{path} has a damaged header ({e}); it was not written by this project") from e

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from edm2.errors import UserError
 from edm2.files import sha256
-from edm2.latents import LatentEncoder, RGBEncoder
+from edm2.latents import VAE, LatentEncoder, RGBEncoder
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
@@ -99,11 +99,14 @@ def _filled(part: Tensor, size: int) -> Tensor:
 
 
 def load_vae(encoder: LatentEncoder, path: str | Path | None = None, device: str | torch.device = "cpu", fast: bool = False) -> VAEEncoder:
-    """The encoder that also makes pixels of its latents. `path`: a folder, or a name on huggingface.co; default `encoder.vae`.
+    """The encoder that also makes pixels of its latents. `path`: a folder, or a name on huggingface.co; default `encoder.vae`,
+    if it is the official one: what a file names is not fetched unasked.
 
     UserError without diffusers, and where there is no such VAE, it cannot be downloaded, is damaged or of another kind.
     Nothing in its files is executed.
     """
+    if path is None and encoder.vae != VAE:
+        raise UserError(f"its latents are those of the VAE {encoder.vae[:200]!r}; give that, or a folder that holds it, with --vae")
     kind, folder = autoencoder_kl(), _folder(str(path or encoder.vae))
     loaded = VAEEncoder(encoder, _read(kind, folder).to(device), fast)
     loaded.sha256 = sha256(folder / FILES[1])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import edm2
+from edm2.latents import LatentEncoder
 
 TEXT = "raise RuntimeError('this source text must never be executed')"
 
@@ -33,9 +34,13 @@ class Persistent:
         return _reconstruct_persistent_obj, (self.meta,)
 
 
-def write_official(path: Path, net: edm2.Precond, protocol: int = 4) -> None:
-    """In half precision, of pixels."""
-    data = EasyDict(ema=_module(net, dict(net.config)), encoder=Persistent("StandardRGBEncoder", {}), dataset_kwargs=EasyDict())
+def write_official(path: Path, net: edm2.Precond, protocol: int = 4, vae: str | None = None) -> None:
+    """In half precision, of pixels, or of latents of the VAE of this name."""
+    encoder = Persistent("StandardRGBEncoder", {})
+    if vae is not None:
+        statistics = (x.numpy().reshape(1, -1, 1, 1) for x in (LatentEncoder().scale, LatentEncoder().bias))
+        encoder = Persistent("StabilityVAEEncoder", dict(zip(("scale", "bias"), statistics), vae_name=vae))
+    data = EasyDict(ema=_module(net, dict(net.config)), encoder=encoder, dataset_kwargs=EasyDict())
     parts = {"torch_utils.persistence": _reconstruct_persistent_obj, "dnnlib.util": EasyDict}
     modules = {name: ModuleType(name) for full in parts for name in (full.split(".")[0], full)}
     for name, part in parts.items():

@@ -2,6 +2,8 @@
 
 import hashlib
 import threading
+import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -19,16 +21,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.requests, self.errors, self.cut, self.cuts, self.etag, self.data, self.stalls, self.ranged = (
-            [],
-            [],
-            0,
-            0,
-            '"1"',
-            DATA,
-            False,
-            None,
-        )
+        self.requests, self.errors, self.cut, self.cuts, self.etag, self.data = [], [], 0, 0, '"1"', DATA
+        self.stalls, self.ranged, self.length, self.redirect = False, None, None, None
         self.url = f"http://127.0.0.1:{self.server_address[1]}/networks/a-1.0.pkl"
 
 
@@ -41,12 +35,17 @@ class Handler(BaseHTTPRequestHandler):
         server.requests.append(asked)
         if server.errors:
             return self.send_error(server.errors.pop(0))
+        if server.redirect:
+            self.send_response(302)
+            self.send_header("Location", server.redirect)
+            return self.end_headers()
         start = int(asked[6:-1]) if asked and self.headers.get("If-Range") == server.etag else 0
         if start >= len(server.data):
             return self.send_error(416)
         body = server.data[start:]
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(body)))
+        if server.length != "":
+            self.send_header("Content-Length", server.length or str(len(body)))
         if start:
             self.send_header("Content-Range", server.ranged or f"bytes {start}-{len(server.data) - 1}/{len(server.data)}")
         if server.etag:
@@ -65,13 +64,13 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch):
     monkeypatch.setattr(download, "PAUSE", 0.0)
     with Server() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         server.shutdown()
 
 
 def left(folder) -> set[str]:
-    return {path.name for path in folder.iterdir()} - {download.LOCK, ".a-1.0.pkl.url"}
+    return {path.name for path in folder.iterdir()} - {".a-1.0.pkl.lock", ".a-1.0.pkl.url"}
 
 
 def test_once(server, tmp_path):
@@ -175,6 +174,78 @@ def test_several_at_once(server, tmp_path):
     assert {path.read_bytes() == DATA for path in paths} == {True} and len(server.requests) == 1
 
 
+@pytest.mark.parametrize("length", ["", "abc", "-5"])
+def test_no_length(server, tmp_path, length):
+    """Nobody could tell whether the file is whole, but by its checksum."""
+    server.length = length
+    with pytest.raises(edm2.UserError, match="the server does not tell its length; give its --sha256"):
+        fetch(server.url, tmp_path)
+    assert not left(tmp_path)
+    server.cut, server.cuts = 1_000_000, 1
+    checksum = hashlib.sha256(DATA).hexdigest()
+    with pytest.raises(edm2.UserError, match="another file than expected"):
+        fetch(server.url, tmp_path, checksum)
+    assert fetch(server.url, tmp_path, checksum).read_bytes() == DATA
+
+
+def test_redirects(server, tmp_path):
+    for to in ("file:///etc/passwd", "ftp://127.0.0.1/a.pkl", "http://[::1/a.pkl", "http://" + "a" * 70 + ".org/a.pkl"):
+        server.redirect = to
+        with pytest.raises(edm2.UserError, match="a-1.0.pkl cannot be downloaded"):
+            fetch(server.url, tmp_path)
+    assert len(server.requests) == 4 and not left(tmp_path)
+    request = urllib.request.Request("https://example.org/a.pkl")
+    with pytest.raises(edm2.UserError, match="it redirects to http://example.org/b.pkl"):
+        download._Redirects().redirect_request(request, None, 302, "Found", {}, "http://example.org/b.pkl")
+    assert download._Redirects().redirect_request(request, None, 302, "Found", {}, "https://example.org/b.pkl") is not None
+
+
+def test_damaged_marks(server, tmp_path):
+    """Of what a part is a part of: then it is no part of anything."""
+    for mark in (b"\xff\xfe", b'"1"\r\nHost: elsewhere', b""):
+        (tmp_path / ".a-1.0.pkl.part").write_bytes(b"wrong")
+        (tmp_path / ".a-1.0.pkl.version").write_bytes(mark)
+        path = fetch(server.url, tmp_path)
+        assert path.read_bytes() == DATA and server.requests.pop() is None
+        path.unlink()
+
+
+def test_links(server, tmp_path):
+    """Whoever may write to the folder cannot make a download write elsewhere."""
+    (tmp_path / "theirs").write_bytes(b"12345")
+    (tmp_path / ".a-1.0.pkl.part").symlink_to(tmp_path / "theirs")
+    (tmp_path / ".a-1.0.pkl.version").write_text('"1"')
+    with pytest.raises(edm2.UserError, match="cannot write .*a-1.0.pkl: "):
+        fetch(server.url, tmp_path)
+    assert (tmp_path / "theirs").read_bytes() == b"12345"
+
+
+def test_a_folder_that_cannot_be_used(server, tmp_path):
+    (tmp_path / ".a-1.0.pkl.lock").mkdir()
+    with pytest.raises(edm2.UserError, match="cannot lock"):
+        fetch(server.url, tmp_path)
+    (tmp_path / "a-1.0.pkl").write_bytes(b"brought here by hand")
+    assert fetch(server.url, tmp_path).read_bytes() == b"brought here by hand" and not server.requests
+    (tmp_path / "in the way").write_text("")
+    with pytest.raises(edm2.UserError, match="cannot create the folder"):
+        fetch(server.url, tmp_path / "in the way")
+
+
+def test_waiting(server, tmp_path, capsys):
+    """Is said, since it may take long."""
+    lock, held = download.FileLock(tmp_path / ".a-1.0.pkl.lock"), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            time.sleep(0.3)
+
+    threading.Thread(target=hold).start()
+    held.wait()
+    assert fetch(server.url, tmp_path).read_bytes() == DATA
+    assert "waiting for another process, which downloads a-1.0.pkl" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -185,6 +256,12 @@ def test_several_at_once(server, tmp_path):
         ("https://example.org/..", "ends with no file name"),
         ("https://example.org/.hidden", "ends with no file name"),
         ("https://example.org/a%2F..%2Fb", "ends with no file name"),
+        ("https://example.org/" + "a" * 250, "ends with no file name"),
+        ("https://[::1/a.pkl", "no address that begins with https"),
+        ("https://example.org:99999/a.pkl", "no address that begins with https"),
+        ("https://" + "a" * 70 + ".org/a.pkl", "no address that begins with https"),
+        ("https://exämple.org/a.pkl", "no address that begins with https"),
+        ("https://example.org/a b.pkl", "no address that begins with https"),
     ],
 )
 def test_addresses(url, words, tmp_path):

@@ -107,6 +107,12 @@ class TestImport:
         assert "--sha256 is that of one file" in refused(main, "import", "edm2-img512-s-fid", out, "--sha256=0")
         assert not list((tmp_path / "out").glob("*.safetensors"))
 
+    def test_large_networks(self, tmp_path):
+        """Are tried with small images; one that asks for more than a machine has ends in one line."""
+        write_official(tmp_path / "large.pkl", edm2.Precond(2**13, 3, 0, model_channels=8, channels_per_head=8, attn_resolutions=[]))
+        made = call(main, "import", str(tmp_path / "large.pkl"), f"--out={tmp_path}")
+        assert made.exit_code == 0, made.output
+
     def test_a_network_that_makes_no_numbers(self, tmp_path, monkeypatch):
         def read(path):
             found = edm2.official.read_official(path)

@@ -17,8 +17,10 @@ import edm2
 from edm2.latents import LatentEncoder
 from edm2.official import _check, _config, _Persistent, _plain, _tensor, _tensors, load_official_snapshot, read_official
 from edm2.pickled import Object, Refused
-from tests.conftest import GOLDEN, Golden, relative_error
-from tests.mutations import mutated
+from edm2.vae import load_vae
+from tests.conftest import GOLDEN, Golden, relative_error, tiny_net
+from tests.mutations import mutated, rearranged
+from tests.official_files import write_official
 
 ROOT = Path(__file__).parent.parent
 FILE = GOLDEN / "official_snapshot.pkl"
@@ -94,6 +96,17 @@ class TestForms:
         assert self.read(renamed(("StabilityVAEEncoder", "StandardRGBEncoder")), tmp_path).encoder.kind == "rgb"
         with pytest.raises(edm2.UserError, match="an encoder that this project does not know .StabilityXYZEncoder."):
             self.read(renamed(("StabilityVAEEncoder", "StabilityXYZEncoder")), tmp_path)
+
+    def test_latents(self, tmp_path):
+        """Of any VAE, which is not fetched unasked; for a network of as many channels."""
+        write_official(tmp_path / "a.pkl", tiny_net(img_channels=4), vae="somebody/else")
+        encoder = load_official_snapshot(tmp_path / "a.pkl").encoder
+        assert encoder.vae == "somebody/else"
+        with pytest.raises(edm2.UserError, match="give that, or a folder that holds it, with --vae"):
+            load_vae(encoder)
+        write_official(tmp_path / "a.pkl", tiny_net(img_channels=3), vae="somebody/else")
+        with pytest.raises(edm2.UserError, match="its encoder is for 4 channels and its network for 3"):
+            load_official_snapshot(tmp_path / "a.pkl")
 
     def test_statistics_of_another_dataset(self, tmp_path):
         scale = np.float32(0.5) / np.array([4.17, 4.62, 3.71, 3.28], np.float32)
@@ -344,9 +357,11 @@ def test_mutated_files(count):
     """In a process of its own, watched: each is read as a network of the same form, or refused; nothing else happens."""
     result = subprocess.run([sys.executable, "-m", "tests.mutations", str(count)], cwd=ROOT, capture_output=True, text=True, timeout=3600)
     assert result.returncode == 0, result.stderr[-2000:]
-    read, refused = map(int, result.stdout.split())
-    assert read + refused == count and read > count / 50 and refused > count / 4
+    equal, numbers, settings, refused = map(int, result.stdout.split())
+    assert equal + numbers + settings + refused == count and settings < count / 1000
+    assert equal > count / 50 and numbers > count / 50 and refused > count / 4
 
 
 def test_mutations_differ():
-    assert len({mutated(ORIGINAL, seed) for seed in range(100)}) > 95
+    for mutate in (mutated, rearranged):
+        assert len({mutate(ORIGINAL, seed) for seed in range(100)}) > 95

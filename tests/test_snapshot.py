@@ -15,7 +15,7 @@ from tests.conftest import relative_error, tiny_net
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_round_trip(tmp_path, dtype):
-    net, path = tiny_net(dropout=0.1), tmp_path / "a.safetensors"
+    net, path = tiny_net(dropout=0.1, img_channels=4), tmp_path / "a.safetensors"
     edm2.save_snapshot(path, net, encoder=LatentEncoder(), meta={"nimg": 1024, "std": 0.05}, dtype=dtype)
     loaded = edm2.load_snapshot(path)
     assert loaded.meta == {"nimg": 1024, "std": 0.05}
@@ -24,8 +24,24 @@ def test_round_trip(tmp_path, dtype):
     for name, tensor in net.state_dict().items():
         stored = tensor if "freqs" in name or "phases" in name else tensor.to(dtype).float()
         torch.testing.assert_close(loaded.net.state_dict()[name], stored, rtol=0, atol=0)
-    x = torch.randn(2, 2, 8, 8)
+    x = torch.randn(2, 4, 8, 8)
     assert relative_error(loaded.net(x, 1.0), net(x, 1.0)) < (1e-2 if dtype == torch.float16 else 1e-7)
+
+
+def test_an_encoder_of_another_network(tmp_path):
+    edm2.save_snapshot(tmp_path / "a", tiny_net(), encoder=LatentEncoder())
+    with pytest.raises(edm2.UserError, match="its encoder is for 4 channels and its network for 2"):
+        edm2.load_snapshot(tmp_path / "a")
+
+
+@pytest.mark.parametrize("part", [{"config": "[]"}, {"meta": "5"}, {"meta": "[" * 100_000}, {"config": "{"}])
+def test_damaged_headers(tmp_path, part):
+    edm2.save_snapshot(tmp_path / "a", tiny_net())
+    with safe_open(tmp_path / "a", framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    save_file(tensors, tmp_path / "b", metadata | part)
+    with pytest.raises(edm2.UserError, match="has a damaged header"):
+        edm2.load_snapshot(tmp_path / "b")
 
 
 def test_defaults_are_half_precision_and_buffers_stay_full(tmp_path):
@@ -81,9 +97,14 @@ class TestBadFiles:
 
     @pytest.mark.parametrize(
         ("change", "value"),
-        [("config", {"nonsense": 1}), ("config", {}), ("config", {**tiny_net().config, "channel_mult": []}), ("config", []),
-         ("config", {**tiny_net().config, "channels_per_head": 0}), ("encoder", {"type": "x"}),
-         ("config", {**tiny_net().config, "model_channels": 16})],
+        [
+            ("config", {"nonsense": 1}),
+            ("config", {}),
+            ("config", {**tiny_net().config, "channel_mult": []}),
+            ("config", {**tiny_net().config, "channels_per_head": 0}),
+            ("encoder", {"type": "x"}),
+            ("config", {**tiny_net().config, "model_channels": 16}),
+        ],
     )
     def test_contradictory(self, tmp_path, change, value):
         header = {"config": tiny_net().config, "encoder": None, "meta": {}, change: value}

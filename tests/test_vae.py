@@ -60,6 +60,11 @@ def logged(monkeypatch):
     return records
 
 
+def test_others_are_not_fetched_unasked():
+    with pytest.raises(edm2.UserError, match="its latents are those of the VAE 'somebody/else'; give that"):
+        load_vae(LatentEncoder(vae="somebody/else"))
+
+
 def latents(n: int) -> torch.Tensor:
     return 0.5 * torch.randn(n, 4, 4, 4, generator=torch.Generator().manual_seed(1))
 
@@ -233,12 +238,12 @@ class TestErrors:
             load_vae(LatentEncoder(), path)
 
     def test_a_name_is_downloaded(self, saved, monkeypatch):
-        """That which the encoder names, unless another is given; nothing that could execute code."""
+        """The official one, unless another is given; nothing that could execute code."""
         asked = []
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: asked.append((args, kwargs)) or str(saved))
-        load_vae(LatentEncoder(vae="some/vae"))
+        load_vae(LatentEncoder())
         load_vae(LatentEncoder(vae="some/vae"), "other/one")
-        assert asked == [((name,), {"allow_patterns": ("config.json", WEIGHTS)}) for name in ("some/vae", "other/one")]
+        assert asked == [((name,), {"allow_patterns": ("config.json", WEIGHTS)}) for name in ("stabilityai/sd-vae-ft-mse", "other/one")]
 
     def test_other_channels(self, saved, tmp_path):
         with fails("the VAE makes latents of 8 channels, and these have 4; give their own VAE with --vae"):
@@ -264,7 +269,7 @@ class TestRecordedFacts:
     def test_round_trip(self, tmp_path, pixel_range):
         encoder = LatentEncoder(vae="some/vae", pixel_range=pixel_range)
         assert (encoder.raw_mean, encoder.raw_std) == RAW_STATISTICS[pixel_range]
-        edm2.save_snapshot(tmp_path / "net", tiny_net(), encoder=encoder)
+        edm2.save_snapshot(tmp_path / "net", tiny_net(img_channels=4), encoder=encoder)
         loaded = edm2.load_snapshot(tmp_path / "net").encoder
         assert loaded.config() == encoder.config() and (loaded.vae, loaded.pixel_range) == ("some/vae", pixel_range)
         assert encoder_from_config(json.loads(json.dumps(encoder.config()))).config() == encoder.config()
