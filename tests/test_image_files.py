@@ -152,10 +152,12 @@ def test_missing_path(tmp_path):
         ImageDataset(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("damage", ["cut", "text", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "text", "empty", "version"])
 def test_corrupt_zip(numbered, damage):
-    data = numbered.read_bytes()
-    numbered.write_bytes({"cut": data[:-30], "text": b"hello", "empty": b""}[damage])
+    data, entry = numbered.read_bytes(), b"PK\x01\x02\x14\x03"
+    future = data.replace(entry + b"\x14", entry + b"\xff")  # of a version to come
+    assert future != data
+    numbered.write_bytes({"cut": data[:-30], "text": b"hello", "empty": b"", "version": future}[damage])
     with fails("numbered.zip is neither a folder nor a readable ZIP"):
         ImageDataset(numbered)
 
