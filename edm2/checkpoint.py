@@ -12,25 +12,11 @@ import torch
 
 from edm2.errors import UserError
 from edm2.files import LEFTOVER, make_folder, replacing
+from edm2.names import kimg_name
 
 OPTIONS = "training_options.json"
 ADDED = {"label_dropout": 0.0, "pixel_range": [0, 1]}  # options that older runs do not record, and what they ran with
 RUN_FILES = "training-state-*.pt", "network-snapshot-*.safetensors", "stats.jsonl"
-
-
-def kimg_name(nimg: int) -> str:
-    """`nimg` as thousands of images in 7 digits, as the official release names files.
-
-    A multiple of 1024 can be told from its thousands alone; other counts get three decimals.
-    """
-    kimg = nimg // 1000
-    recovered = (1000 * kimg + 999) // 1024 * 1024
-    return f"{kimg:07d}" if recovered == nimg else f"{kimg:07d}.{nimg % 1000:03d}"
-
-
-def snapshot_name(nimg: int, std: float) -> str:
-    """File name of the average of σ_rel `std` after `nimg` images."""
-    return f"network-snapshot-{kimg_name(nimg)}-{std:.3f}.safetensors"
 
 
 def save_checkpoint(outdir: Path, nimg: int, state: dict[str, Any]) -> Path:

@@ -10,7 +10,7 @@ from edm2.checkpoint import OPTIONS
 from edm2.data import ImageDataset
 from edm2.errors import UserError
 from edm2.networks import is_pickle
-from edm2.official import read_official
+from edm2.official import open_official
 from edm2.snapshot import read_file
 from edm2.stats import read_stats
 
@@ -21,7 +21,7 @@ BUFFERS = "freqs", "phases"  # how the names end of what is no parameter
 def describe(path: str | Path) -> Facts:
     """Facts by name, the first what it is: a snapshot, an official pickle, a training state, the folder of a run, a dataset.
 
-    Tensors are not loaded, but those of pickles. UserError for anything else, and for what is damaged.
+    Tensors are not loaded. UserError for anything else, and for what is damaged.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -48,8 +48,8 @@ def _form(tensor: Any) -> tuple[int, str]:
 
 
 def _official(path: Path) -> Facts:
-    found = read_official(path)
-    sizes = {name: x.numel() for name, x in found.tensors.items()}
+    with open_official(path) as found:
+        sizes = {name: math.prod(x.shape) for name, x in found.tensors.items()}
     types = {str(x.dtype).removeprefix("torch.") for x in found.tensors.values()}
     return {
         "kind": "network pickle of the official release",

@@ -7,12 +7,12 @@ with. The networks are under CC BY-NC-SA 4.0.
 import io
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,21 +20,24 @@ from torch import Tensor
 
 from edm2.errors import UserError
 from edm2.latents import Encoder, LatentEncoder, RGBEncoder, check_channels
+from edm2.names import time_and_width
 from edm2.network import Precond
 from edm2.pickled import DAMAGE, Function, Object, Refused, Span, read_pickle
 from edm2.snapshot import Snapshot
 
 LICENCE = "the network is NVIDIA's, under CC BY-NC-SA 4.0 (https://creativecommons.org/licenses/by-nc-sa/4.0/): not for commercial use"
-FILE_NAME = re.compile(r"(?P<kimg>\d{7})-(?P<std>\d\.\d{3})\.pkl$")
 POSITIONAL = "img_resolution", "img_channels", "label_dim", "use_fp16", "sigma_data", "logvar_channels"  # arguments of Precond
 
 
+T = TypeVar("T")
+
+
 @dataclass
-class OfficialSnapshot:
-    """What a pickle holds, tensors as they are there, mostly fp16, by the names of this project's network, which are the same."""
+class OfficialSnapshot(Generic[T]):
+    """What a pickle holds, tensors (or where they are) by the names of this project's network, which are the same."""
 
     config: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, T]
     encoder: Encoder
     meta: dict[str, Any]
 
@@ -51,13 +54,25 @@ def load_official_snapshot(path: str | Path) -> Snapshot:
     return Snapshot(net.eval(), found.config, found.encoder, found.meta)
 
 
-def read_official(path: str | Path) -> OfficialSnapshot:
-    """See `load_official_snapshot`; keeps the types of the tensors, and makes no network."""
+def read_official(path: str | Path) -> OfficialSnapshot[Tensor]:
+    """See `load_official_snapshot`; keeps the types of the tensors, mostly fp16, and makes no network."""
+    with open_official(path) as found:
+        tensors = {name: piece.read().view(piece.shape) for name, piece in found.tensors.items()}
+        return OfficialSnapshot(found.config, tensors, found.encoder, found.meta)
+
+
+@contextmanager
+def open_official(path: str | Path) -> Iterator[OfficialSnapshot["Piece"]]:
+    """`read_official` without the numbers of the tensors, which can be read while the file is open."""
     path = Path(path)
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             found = read_network(file, size)
+            if (told := time_and_width(path.name)) is not None:
+                found.meta |= dict(zip(("nimg", "std"), told))
+            found.meta["file"] = path.name
+            yield found
     except Refused as e:
         words = "".join(c if c.isprintable() else "?" for c in str(e))[:400]  # some are the file's own
         raise UserError(f"{path} is refused: {words}") from e
@@ -65,13 +80,9 @@ def read_official(path: str | Path) -> OfficialSnapshot:
         raise UserError(f"cannot read {path}: {e.strerror or e}") from e
     except MemoryError as e:
         raise UserError(f"{path} is refused: there is too little memory for it") from e
-    if match := FILE_NAME.search(path.name):
-        found.meta |= {"nimg": int(match["kimg"]) * 1000, "std": float(match["std"])}
-    found.meta["file"] = path.name
-    return found
 
 
-def read_network(file: BinaryIO, size: int) -> OfficialSnapshot:
+def read_network(file: BinaryIO, size: int) -> OfficialSnapshot["Piece"]:
     """From the pickle in `file`, of `size` bytes. Refused for what is none."""
     try:
         return _network(read_pickle(file, size, _allowed(size)))
@@ -79,7 +90,7 @@ def read_network(file: BinaryIO, size: int) -> OfficialSnapshot:
         raise Refused(f"damaged: its parts do not fit together ({type(e).__name__})") from e
 
 
-def _network(data: Any) -> OfficialSnapshot:
+def _network(data: Any) -> OfficialSnapshot["Piece"]:
     if not isinstance(data, dict) or not isinstance(data.get("ema"), _Persistent):
         raise Refused("it holds no network (`ema`)")
     net = data["ema"]
@@ -143,18 +154,52 @@ def _bytes(x: bytes | Span) -> bytes:
     return x.read() if isinstance(x, Span) else x
 
 
+class Storage:
+    """Numbers in the file."""
+
+    def __init__(self, source: bytes | Span, start: int, dtype: torch.dtype, count: int):
+        self.source, self.start, self.dtype, self.count = source, start, dtype, count
+
+    def read(self, first: int, count: int) -> Tensor:
+        start, size = self.start + first * self.dtype.itemsize, count * self.dtype.itemsize
+        data = self.source.read(start, size) if isinstance(self.source, Span) else self.source[start : start + size]
+        if len(data) != size:
+            raise Refused("damaged: it ends too early")
+        return torch.frombuffer(bytearray(data), dtype=self.dtype) if count else torch.empty(0, dtype=self.dtype)
+
+
+class Piece(NamedTuple):
+    """A tensor in the file: contiguous numbers of a storage."""
+
+    storage: Storage
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.storage.dtype
+
+    def read(self, start: int = 0, count: int | None = None) -> Tensor:
+        """Its numbers from `start` on, `count` of them or all, in one row. Refused if they are not finite."""
+        x = self.storage.read(self.first + start, math.prod(self.shape) - start if count is None else count)
+        if not x.isfinite().all():
+            raise Refused("damaged: numbers that are not finite")
+        return x
+
+
 class _Storages:
     """What tensors are cut from: files within the file, of at most its size in all."""
 
     def __init__(self, size: int):
         self.left = self.left_as_text = size
 
-    def load(self, source: bytes | Span) -> Tensor:
-        """The numbers of a file as `torch.save` wrote it before it wrote archives: four pickles, the count, the numbers."""
-        self.left -= source.length if isinstance(source, Span) else len(source)
+    def load(self, source: bytes | Span) -> Storage:
+        """A file as `torch.save` wrote it before it wrote archives: four pickles, the count, the numbers."""
+        length = source.length if isinstance(source, Span) else len(source)
+        self.left -= length
         if self.left < 0:
             raise Refused("damaged: more tensors than there is room for")
-        data = _bytes(source)
+        data = source.read(0, min(length, HEAD)) if isinstance(source, Span) else source
         file = io.BytesIO(data)
 
         def part(allowed: Mapping = MappingProxyType({}), persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -164,11 +209,11 @@ class _Storages:
             if part() != MAGIC or part() != VERSION or part().get("little_endian") is not True:
                 raise Refused("it is of another kind")
             dtype, key, count = part({("torch", name): lambda: None for name in STORAGES}, _stored)
-            if part() != [key] or int.from_bytes(file.read(8), "little") != count or len(data) - file.tell() != count * dtype.itemsize:
+            if part() != [key] or int.from_bytes(file.read(8), "little") != count or length - file.tell() != count * dtype.itemsize:
                 raise Refused("its numbers are not those that it promises")
         except Refused as e:
             raise Refused(f"a storage cannot be read ({e})") from e
-        return torch.frombuffer(bytearray(data[file.tell() :]), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+        return Storage(source, file.tell(), dtype, count)
 
     def encoded(self, text: str, kind: str) -> bytes:
         """How bytes are written in protocol 2."""
@@ -180,6 +225,7 @@ class _Storages:
         return text.encode("latin1")
 
 
+HEAD = 2**16  # bytes, of which what stands before a storage's numbers takes some three hundred
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
 STORAGES = {"HalfStorage": torch.float16, "FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16}
 
@@ -194,16 +240,16 @@ def _stored(what: Any) -> tuple[torch.dtype, str, int]:
     return STORAGES[name], key, count
 
 
-def _tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: Any) -> Tensor:
+def _tensor(storage: Storage, offset: int, size: tuple, stride: tuple, *_: Any) -> Piece:
     """Contiguous, within its storage."""
     shape = _sizes(size)
     count, (first,) = math.prod(shape), _sizes((offset,))
     dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     if any(a != b for a, b, n in zip(_sizes(stride), dense, shape, strict=True) if n > 1):
         raise Refused("a tensor that is not contiguous")
-    if first + count > len(storage):
+    if first + count > storage.count:
         raise Refused("damaged: a tensor beyond its storage")
-    return storage[first : first + count].view(shape)
+    return Piece(storage, first, shape)
 
 
 def _sizes(sizes: Any) -> tuple[int, ...]:
@@ -212,8 +258,8 @@ def _sizes(sizes: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _parameter(tensor: Tensor, *_: Any) -> Tensor:
-    if not isinstance(tensor, Tensor):
+def _parameter(tensor: Piece, *_: Any) -> Piece:
+    if not isinstance(tensor, Piece):
         raise Refused("damaged: a parameter that is no tensor")
     return tensor
 
@@ -250,13 +296,13 @@ def _part(module: Object, name: str) -> dict[str, Any]:
     return part
 
 
-def _tensors(module: Object, seen: set[int], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _tensors(module: Object, seen: set[int], prefix: str = "") -> Iterator[tuple[str, Piece]]:
     """Parameters and buffers of a module and of those in it, by name."""
     if id(module) in seen:
         raise Refused("damaged: it has a module twice")
     seen.add(id(module))
     for name, tensor in (_part(module, "_parameters") | _part(module, "_buffers")).items():
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Piece):
             yield prefix + name, tensor
     for name, child in _part(module, "_modules").items():
         if child is not None:
@@ -302,7 +348,7 @@ ARGUMENTS: dict[str, Callable[[Any], bool]] = {
 }  # fmt: skip
 
 
-def _check(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _check(config: dict[str, Any], tensors: dict[str, Piece]) -> None:
     """Refused unless these are the tensors of the network of this configuration."""
     try:
         with torch.device("meta"):
@@ -315,10 +361,8 @@ def _check(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         name = unlike[0]
         sizes = (list(where[name]) if name in where else "nothing" for where in (expected, found))
         raise Refused("{} should be {} and is {}; {} others differ too".format(name, *sizes, len(unlike) - 1))
-    if len({x.data_ptr() for x in tensors.values()}) < len(tensors):
+    if len({(id(x.storage), x.first) for x in tensors.values()}) < len(tensors):
         raise Refused("damaged: tensors that share their numbers")
-    if not all(x.isfinite().all() for x in tensors.values()):
-        raise Refused("damaged: numbers that are not finite")
 
 
 def _encoder(encoder: Any) -> Encoder:
@@ -346,7 +390,7 @@ def _plain(x: Any, left: list[int] | None = None, depth: int = 0) -> Any:
     if left[0] < 0:
         return None
     if isinstance(x, dict) and depth < 4:
-        kept = itertools.islice(((k, v) for k, v in x.items() if not k.startswith("_") and not isinstance(v, Object | Tensor)), 100)
+        kept = itertools.islice(((k, v) for k, v in x.items() if not k.startswith("_") and not isinstance(v, Object | Piece)), 100)
         return {k[:100]: _plain(v, left, depth + 1) for k, v in kept}
     if isinstance(x, list | tuple) and depth < 4:
         return [_plain(v, left, depth + 1) for v in x[:100]]

@@ -38,10 +38,11 @@ class Span:
     def __init__(self, file: BinaryIO, start: int, length: int):
         self.file, self.start, self.length = file, start, length
 
-    def read(self) -> bytes:
+    def read(self, first: int = 0, count: int | None = None) -> bytes:
+        """`count` of them, or all, from the one numbered `first` on."""
         here = self.file.tell()
-        self.file.seek(self.start)
-        data = self.file.read(self.length)
+        self.file.seek(self.start + first)
+        data = self.file.read(self.length - first if count is None else count)
         self.file.seek(here)
         return data
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from edm2.backends import full_precision, keep_freed_memory, peak_flops
-from edm2.checkpoint import drop_old_checkpoints, save_checkpoint, snapshot_name
+from edm2.checkpoint import drop_old_checkpoints, save_checkpoint
 from edm2.config import TrainingConfig
 from edm2.data import Dataset, ImageDataset, batches
 from edm2.diagnostics import NoiseLevels, gradient_norm, magnitudes
@@ -20,6 +20,7 @@ from edm2.held_out import HeldOut
 from edm2.latents import Encoder, encoder_for
 from edm2.layers import force_weight_norm_
 from edm2.loss import EDM2Loss, denoising_loss
+from edm2.names import snapshot_name
 from edm2.network import Precond
 from edm2.networks import open_snapshot
 from edm2.optimizer import EDM2Optimizer, learning_rate_schedule, trained_parameters

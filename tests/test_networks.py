@@ -137,7 +137,7 @@ def test_files_as_the_release_writes_them(protocol, tmp_path):
     write_official(tmp_path / "edm2-img64-s-1073741-0.075.pkl", net, protocol)
     found = open_snapshot(tmp_path / "edm2-img64-s-1073741-0.075.pkl")
     assert json.dumps(found.config) == json.dumps(net.config)  # in which tuples are lists
-    assert found.encoder.kind == "rgb" and found.meta["nimg"] == 1073741000
+    assert found.encoder.kind == "rgb" and found.meta["nimg"] == 1073741824
     assert all(torch.equal(found.net.state_dict()[name], x.half().float()) for name, x in net.state_dict().items())
 
 

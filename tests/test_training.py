@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import edm2
-from edm2.checkpoint import kimg_name, load_newest_checkpoint
+from edm2.checkpoint import load_newest_checkpoint
 from edm2.config import TrainingConfig
 from edm2.distributed import Processes
 from edm2.image_files import write_zip
 from edm2.latents import RAW_STATISTICS
+from edm2.names import kimg_name
 from edm2.stats import NonfiniteGuard, read_stats
 from edm2.trainer import Draws, Trainer
 from tests.conftest import relative_error
