@@ -1,7 +1,8 @@
 """Networks wherever they are: snapshots of this project and official pickles, as files or by their addresses."""
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import safetensors
@@ -11,8 +12,9 @@ from torch import Tensor
 from edm2.download import fetch, is_url
 from edm2.errors import UserError
 from edm2.network import Precond
-from edm2.official import load_official_snapshot, read_official
+from edm2.official import load_official_snapshot, open_official, read_official
 from edm2.pickled import DAMAGE
+from edm2.piecewise import OpenSnapshot, open_tensors
 from edm2.snapshot import Snapshot, load_snapshot, read_file, write_file
 
 EVALUATED = 64  # pixels of the image that a network is tried with
@@ -28,6 +30,14 @@ def open_snapshot(source: str | Path, device: str | torch.device = "cpu", cache:
     snapshot = load_official_snapshot(path)
     snapshot.net.to(device)
     return snapshot
+
+
+@contextmanager
+def open_pieces(path: Path) -> Iterator[OpenSnapshot]:
+    """Of a snapshot or an official pickle, tensors to be read while it is open. UserError as `open_snapshot`, also for what is
+    then found in them."""
+    with open_official(path) if is_pickle(path) else open_tensors(path) as found:
+        yield found
 
 
 def network_file(source: str | Path, cache: str | Path = CACHE, checksum: str | None = None) -> Path:

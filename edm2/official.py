@@ -9,10 +9,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -23,23 +22,11 @@ from edm2.latents import Encoder, LatentEncoder, RGBEncoder, check_channels
 from edm2.names import time_and_width
 from edm2.network import Precond
 from edm2.pickled import DAMAGE, Function, Object, Refused, Span, read_pickle
+from edm2.piecewise import OpenSnapshot
 from edm2.snapshot import Snapshot
 
 LICENCE = "the network is NVIDIA's, under CC BY-NC-SA 4.0 (https://creativecommons.org/licenses/by-nc-sa/4.0/): not for commercial use"
 POSITIONAL = "img_resolution", "img_channels", "label_dim", "use_fp16", "sigma_data", "logvar_channels"  # arguments of Precond
-
-
-T = TypeVar("T")
-
-
-@dataclass
-class OfficialSnapshot(Generic[T]):
-    """What a pickle holds, tensors (or where they are) by the names of this project's network, which are the same."""
-
-    config: dict[str, Any]
-    tensors: dict[str, T]
-    encoder: Encoder
-    meta: dict[str, Any]
 
 
 def load_official_snapshot(path: str | Path) -> Snapshot:
@@ -54,15 +41,15 @@ def load_official_snapshot(path: str | Path) -> Snapshot:
     return Snapshot(net.eval(), found.config, found.encoder, found.meta)
 
 
-def read_official(path: str | Path) -> OfficialSnapshot[Tensor]:
+def read_official(path: str | Path) -> OpenSnapshot[Tensor]:
     """See `load_official_snapshot`; keeps the types of the tensors, mostly fp16, and makes no network."""
     with open_official(path) as found:
         tensors = {name: piece.read().view(piece.shape) for name, piece in found.tensors.items()}
-        return OfficialSnapshot(found.config, tensors, found.encoder, found.meta)
+        return OpenSnapshot(found.config, tensors, found.encoder, found.meta)
 
 
 @contextmanager
-def open_official(path: str | Path) -> Iterator[OfficialSnapshot["Piece"]]:
+def open_official(path: str | Path) -> Iterator[OpenSnapshot["Piece"]]:
     """`read_official` without the numbers of the tensors, which can be read while the file is open."""
     path = Path(path)
     try:
@@ -82,7 +69,7 @@ def open_official(path: str | Path) -> Iterator[OfficialSnapshot["Piece"]]:
         raise UserError(f"{path} is refused: there is too little memory for it") from e
 
 
-def read_network(file: BinaryIO, size: int) -> OfficialSnapshot["Piece"]:
+def read_network(file: BinaryIO, size: int) -> OpenSnapshot["Piece"]:
     """From the pickle in `file`, of `size` bytes. Refused for what is none."""
     try:
         return _network(read_pickle(file, size, _allowed(size)))
@@ -90,7 +77,7 @@ def read_network(file: BinaryIO, size: int) -> OfficialSnapshot["Piece"]:
         raise Refused(f"damaged: its parts do not fit together ({type(e).__name__})") from e
 
 
-def _network(data: Any) -> OfficialSnapshot["Piece"]:
+def _network(data: Any) -> OpenSnapshot["Piece"]:
     if not isinstance(data, dict) or not isinstance(data.get("ema"), _Persistent):
         raise Refused("it holds no network (`ema`)")
     net = data["ema"]
@@ -103,7 +90,7 @@ def _network(data: Any) -> OfficialSnapshot["Piece"]:
     except ValueError as e:
         raise Refused(f"damaged: {e}") from e
     meta = {"dataset_kwargs": _plain(data.get("dataset_kwargs")), "loss": _plain(_state_of(data.get("loss_fn"))), "licence": LICENCE}
-    return OfficialSnapshot(config, tensors, encoder, meta)
+    return OpenSnapshot(config, tensors, encoder, meta)
 
 
 class _Persistent(Object):

@@ -57,6 +57,36 @@ def solve_posthoc_coefficients(in_ofs: ArrayLike, in_std: ArrayLike, out_ofs: Ar
     return X / X.sum(axis=0)
 
 
+class Fit(NamedTuple):
+    """Of several wanted averages: weights `[in, out]`; the L2 distance of each combined profile from the wanted one, relative
+    to the latter's norm; the factor by which independent errors of the stored averages (their rounding) grow."""
+
+    coefficients: Float
+    error: Float
+    amplification: Float
+
+
+def fit(in_ofs: ArrayLike, in_std: ArrayLike, out_ofs: ArrayLike, out_std: ArrayLike) -> Fit:
+    """`solve_posthoc_coefficients`, and how good they are."""
+    in_ofs, in_std = np.broadcast_arrays(np.ravel(in_ofs), np.ravel(in_std))
+    out_ofs, out_std = np.broadcast_arrays(np.ravel(out_ofs), np.ravel(out_std))
+    coefficients = solve_posthoc_coefficients(in_ofs, in_std, out_ofs, out_std)
+    edges = np.unique(np.concatenate([[0.0], in_ofs, out_ofs]))  # between them, profiles are smooth
+    x, weights = np.polynomial.legendre.leggauss(48)
+    width = np.diff(edges)[:, None]
+    t, dt = (edges[:-1, None] + width * (x + 1) / 2).ravel(), (width * weights / 2).ravel()
+    wanted = profile(t, out_ofs, out_std)
+    difference = profile(t, in_ofs, in_std) @ coefficients - wanted
+    error = np.sqrt(dt @ difference**2 / (dt @ wanted**2))
+    return Fit(coefficients, error, np.sqrt((coefficients**2).sum(axis=0)))
+
+
+def profile(t: ArrayLike, ofs: ArrayLike, std: ArrayLike) -> Float:
+    """Density `[len(t), n]` at the times `t` of the averages that end at `ofs`, Eq. 125: (γ+1)·t^γ / T^(γ+1) up to T, then 0."""
+    t, ofs, exp = np.ravel(t)[:, None], np.ravel(ofs), std_to_exp(np.ravel(std))
+    return np.where(t <= ofs, (exp + 1) / ofs * np.minimum(t / ofs, 1) ** exp, 0.0)
+
+
 class StoredAverage(NamedTuple):
     """An average as a snapshot holds it."""
 

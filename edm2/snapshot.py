@@ -70,13 +70,18 @@ def write_file(
     path: str | Path, tensors: dict[str, Tensor], config: dict[str, Any], *, encoder: Encoder | None, meta: dict[str, Any] | None
 ) -> None:
     """`save_snapshot` of tensors on the CPU as they are, for the network of `config`."""
-    header = {"config": config, "encoder": encoder and encoder.config(), "meta": meta or {}}
-    metadata = {"edm2": FORMAT, **{key: json.dumps(value) for key, value in header.items()}}
+    metadata = metadata_of(config, encoder, meta)
     with replacing(path) as temporary:
         try:
             save_file(tensors, temporary, metadata)
         except safetensors.SafetensorError as e:  # its form of OSError
             raise UserError(f"cannot write {path}: {e}") from e
+
+
+def metadata_of(config: dict[str, Any], encoder: Encoder | None, meta: dict[str, Any] | None) -> dict[str, str]:
+    """What a snapshot's header holds besides the tensors' places."""
+    header = {"config": config, "encoder": encoder and encoder.config(), "meta": meta or {}}
+    return {"edm2": FORMAT, **{key: json.dumps(value) for key, value in header.items()}}
 
 
 def load_snapshot(path: str | Path, device: str | torch.device = "cpu") -> Snapshot:

@@ -79,7 +79,7 @@ def main(count: int) -> None:
     import edm2
     from edm2.official import read_official
 
-    def settings(found: edm2.official.OfficialSnapshot) -> tuple:
+    def settings(found: edm2.official.OpenSnapshot) -> tuple:
         return found.config, found.encoder.config(), found.meta
 
     warnings.simplefilter("ignore")

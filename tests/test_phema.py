@@ -122,6 +122,49 @@ def test_published_reconstruction(spacing, expected):
     assert averages == pytest.approx(expected, rel=2e-5)  # sums in fp32
 
 
+@pytest.mark.parametrize(
+    ("std", "expected"),
+    [(0.15, (2.489e-2, 2.775e-3, 2.063e-4, 1.352e-5, 8.551e-7)), (0.03, (4.010e-1, 1.604e-1, 2.375e-2, 1.976e-3, 1.335e-4)),
+     (0.25, (1.376e-1, 3.476e-2, 7.144e-3, 1.366e-3, 2.548e-4))],
+)  # fmt: skip
+def test_published_errors_of_fit(std, expected):
+    """∫(Σ x_i p_i − p)² dt of coefficients that are not divided by their sum, and of those that are, which is a little larger."""
+    for n, value in zip((4, 8, 16, 32, 64), expected):
+        times, stds = np.repeat(np.arange(1, n + 1) / n, 2), np.tile([0.05, 0.10], n)
+        norm = phema.power_function_correlation(1, std, 1, std)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(phema, "solve_posthoc_coefficients", undivided)
+            assert phema.fit(times, stds, 1, std).error[0] ** 2 * norm == pytest.approx(value, rel=1e-3)
+        found = phema.fit(times, stds, 1, std)
+        assert value * 0.999 < found.error[0] ** 2 * norm < value * 1.4
+        assert found.amplification[0] == pytest.approx(np.linalg.norm(found.coefficients))
+
+
+def undivided(in_ofs, in_std, out_ofs, out_std):
+    inner = phema.power_function_correlation
+    A = inner(in_ofs[:, None], in_std[:, None], in_ofs, in_std)
+    return np.linalg.solve(A, inner(in_ofs[:, None], in_std[:, None], out_ofs, out_std))
+
+
+@pytest.mark.parametrize("std", [0.03, 0.05, 0.08, 0.12, 0.16, 0.2, 0.25])
+def test_random_walks(std):
+    """Of 4,096 steps, tracked directly and from 64 fp32 snapshots (32 times, two widths): what the paper's method promises."""
+    walk = np.cumsum(np.random.RandomState(0).randn(4096, 256), axis=0)
+    stored = [(0.05, track_all(walk, 0.05)), (0.1, track_all(walk, 0.1))]
+    snapshots = [(n, width, {"w": torch.tensor(of[n - 1], dtype=torch.float32)}) for n in range(128, 4097, 128) for width, of in stored]
+    (found,) = phema.reconstruct(snapshots, [std])
+    assert relative_error(found["w"].double(), torch.from_numpy(track_all(walk, std)[-1])) < (1e-3 if std <= 0.2 else 1e-2)
+
+
+def track_all(walk, std):
+    """`track` after every step."""
+    averages, average = [], 0.0
+    for n, beta in enumerate(phema.power_function_beta(std, np.arange(1, len(walk) + 1), 1)):
+        average = beta * average + (1 - beta) * walk[n]
+        averages.append(average)
+    return np.stack(averages)
+
+
 def snapshot(nimg, std, shape=(3,)):
     return phema.StoredAverage(nimg, std, {"w": torch.full(shape, float(nimg)), "b": torch.ones(2).half()})
 

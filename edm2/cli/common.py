@@ -2,6 +2,8 @@
 
 import math
 import re
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import click
@@ -90,6 +92,35 @@ class Interval(click.ParamType):
         return low, high
 
 
+class FloatList(click.ParamType):
+    """Numbers, as the official release's scripts take them: `0.05,0.10`; evenly spaced ones: `0.010,0.015,...,0.250`."""
+
+    name = "LIST"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
+        if isinstance(value, list):
+            return value
+        numbers: list[float] = []
+        parts = [part.strip() for part in str(value).split(",")]
+        try:
+            for i, part in enumerate(parts):
+                numbers += _between(*map(Decimal, (parts[i - 2], parts[i - 1], parts[i + 1]))) if part == "..." and i > 1 else [float(part)]
+        except (ArithmeticError, LookupError, ValueError):
+            numbers = []
+        if not numbers or not all(map(math.isfinite, numbers)):
+            self.fail(f"'{value}' is no list of numbers; write 0.05,0.10 or 0.010,0.015,...,0.250", param, ctx)
+        return numbers
+
+
+def _between(first: Decimal, second: Decimal, last: Decimal) -> list[float]:
+    """What lies between the second and the last, which are no part of it. ValueError if the last is none of that row, or too far."""
+    step = second - first
+    count = (last - second) / step
+    if count != int(count) or not 1 <= count <= 100_000:
+        raise ValueError("not evenly spaced")
+    return [float(second + i * step) for i in range(1, int(count))]
+
+
 class IntList(click.ParamType):
     """Integers and ranges: `1,2,5-10`."""
 
@@ -106,3 +137,20 @@ class IntList(click.ParamType):
                 self.fail(f"'{value}' is no list of integers; write 0-63 or 1,2,5-10", param, ctx)
             numbers.extend(range(first, last + 1))
         return numbers
+
+
+def figure_class() -> Any:
+    """Matplotlib's. UserError without it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise UserError("plots need matplotlib: pip install 'edm2-triton[plot]'") from e
+    return Figure
+
+
+def save_figure(figure: Any, out: Path) -> None:
+    """UserError where it cannot be written."""
+    try:
+        figure.savefig(out)
+    except (OSError, ValueError) as e:  # the latter for a suffix that it does not know
+        raise UserError(f"cannot write {out}: {getattr(e, 'strerror', None) or e}") from e

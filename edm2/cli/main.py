@@ -7,6 +7,7 @@ from edm2.cli.dataset import dataset
 from edm2.cli.info import info
 from edm2.cli.metrics import metrics
 from edm2.cli.network import export_network, import_networks
+from edm2.cli.phema import phema
 from edm2.cli.plot import plot
 from edm2.version import __version__
 
@@ -22,4 +23,5 @@ main.add_command(export_network)
 main.add_command(import_networks)
 main.add_command(info)
 main.add_command(metrics)
+main.add_command(phema)
 main.add_command(plot)

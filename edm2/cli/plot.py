@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from edm2.cli.common import figure_class, save_figure
 from edm2.errors import UserError
 from edm2.stats import read_stats
 
@@ -26,21 +27,14 @@ def plot(run: Path, out: Path | None) -> None:
 
 def draw(stats: list[dict[str, Any]], out: Path) -> None:
     """As PNG, what of it the lines hold. UserError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise UserError("plots need matplotlib: pip install 'edm2-triton[plot]'") from e
     told = [line for line in stats if "Loss/by_noise_level" in line and "Magnitudes/activations" in line]  # not by older runs
-    figure = Figure(figsize=(7, 12 if told else 4), dpi=120, layout="constrained")
+    figure = figure_class()(figsize=(7, 12 if told else 4), dpi=120, layout="constrained")
     axes = figure.subplots(3 if told else 1, squeeze=False)[:, 0]
     _draw_loss(axes[0], stats)
     if told:
         _draw_error(axes[1], told[-1]["Loss/by_noise_level"])
         _draw_magnitudes(axes[2], told)
-    try:
-        figure.savefig(out)
-    except OSError as e:
-        raise UserError(f"cannot write {out}: {e.strerror or e}") from e
+    save_figure(figure, out)
 
 
 def _draw_loss(axes: Any, stats: list[dict[str, Any]]) -> None:

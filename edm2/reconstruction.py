@@ -1,0 +1,234 @@
+"""Averages of any width from a run's snapshots, file by file: each is read once, and only pieces of them are in memory."""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from edm2.errors import UserError
+from edm2.files import make_folder, replacing
+from edm2.network import Precond
+from edm2.networks import open_pieces
+from edm2.phema import MAX_STD, Fit, fit
+from edm2.pickled import DAMAGE, Refused
+from edm2.piecewise import OpenSnapshot, Writer
+from edm2.snapshot import metadata_of
+
+AT_ONCE = 2**26  # numbers of all inputs and outputs
+SUFFIXES = ".safetensors", ".pkl"
+
+
+class Source(NamedTuple):
+    """A stored average in a file: images seen and σ_rel; its network."""
+
+    path: Path
+    nimg: int
+    std: float
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which averages are made of which. `overrides` give the tensors whose names match a pattern another σ_rel; the last counts."""
+
+    sources: list[Source]
+    nimg: int
+    stds: list[float]
+    overrides: list[tuple[str, float]]
+
+    def fit(self, stds: Sequence[float] | None = None) -> Fit:
+        """Of the wanted averages, or of others of the same time. ValueError where a width is impossible."""
+        times, widths = zip(*((source.nimg, source.std) for source in self.sources))
+        return fit(times, widths, self.nimg, self.stds if stds is None else stds)
+
+    def stds_of(self, name: str) -> tuple[float, ...]:
+        """σ_rel of the tensor of this name in each of the wanted averages."""
+        found = [std for pattern, std in self.overrides if fnmatchcase(name, pattern)]
+        return (found[-1],) * len(self.stds) if found else tuple(self.stds)
+
+
+def snapshot_files(folder: Path, prefix: str) -> list[Path]:
+    """Snapshots and pickles in a folder whose names begin so. UserError if there are none."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder")
+    found = sorted(path for path in folder.iterdir() if path.name.startswith(prefix) and path.suffix in SUFFIXES)
+    if not found:
+        raise UserError(f"{folder} holds no {prefix}*{' or '.join(SUFFIXES)}; choose others with --inprefix")
+    return found
+
+
+def make_plan(
+    paths: Sequence[Path],
+    stds: Sequence[float],
+    nimg: int | None = None,
+    in_stds: Sequence[float] | None = None,
+    overrides: Sequence[tuple[str, float]] = (),
+) -> Plan:
+    """Of snapshots (or pickles) of one network: those of the widths `in_stds` (default: all) up to the time `nimg` (default: the
+    last), at which one must lie. UserError that names the file for what does not fit together; tensors are not read."""
+    sources = [source for source in map(_source, paths) if in_stds is None or any(abs(source.std - std) < 5e-4 for std in in_stds)]
+    if not sources:
+        raise UserError(f"none of the {len(paths)} snapshots is an average of σ_rel {', '.join(f'{std:g}' for std in in_stds or [])}")
+    nimg = max(source.nimg for source in sources) if nimg is None else nimg
+    used = sorted((source for source in sources if source.nimg <= nimg), key=lambda source: (source.nimg, source.std))
+    times = sorted({source.nimg for source in sources})
+    if nimg not in times:
+        shown = ", ".join(f"{time / 1000:.1f}" for time in times[-8:])
+        raise UserError(f"there is no snapshot at {nimg / 1000:.1f} thousand images; there are some at {shown}")
+    for a, b in zip(used, used[1:]):
+        if (a.nimg, a.std) == (b.nimg, b.std):
+            raise UserError(f"{a.path} and {b.path} are averages of one width at one time; keep one of them")
+    for source in used:
+        if (other := _difference(used[-1], source)) is not None:
+            raise UserError(f"{source.path} is of another network than {used[-1].path}: {other}")
+    plan = Plan(used, nimg, list(stds), list(overrides))
+    names = used[-1].shapes
+    for pattern, _ in plan.overrides:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"no tensor is called {pattern}; some are called {', '.join(list(names)[:3])}")
+    for std in (*plan.stds, *(std for _, std in plan.overrides)):
+        if not 0 < std < MAX_STD:
+            raise UserError(f"σ_rel {std:g} is impossible: it lies between 0 and {MAX_STD:.4f}")
+    return plan
+
+
+def _source(path: Path) -> Source:
+    with open_pieces(path) as found:
+        nimg, std = found.meta.get("nimg"), found.meta.get("std")
+        if type(nimg) is not int or nimg <= 0 or type(std) is not float or not 0 < std < MAX_STD:
+            raise UserError(f"{path} does not say of how many images (nimg) and which width (std) it is the average")
+        return Source(path, nimg, std, found.config, {name: piece.shape for name, piece in found.tensors.items()})
+
+
+def _difference(a: Source, b: Source) -> str | None:
+    for name in a.config.keys() | b.config.keys():
+        if a.config.get(name) != b.config.get(name):
+            return f"{name} is {b.config.get(name)} and not {a.config.get(name)}"
+    names = [name for name in a.shapes.keys() | b.shapes.keys() if a.shapes.get(name) != b.shapes.get(name)]
+    return f"{min(names)} is {b.shapes.get(min(names))} and not {a.shapes.get(min(names))}" if names else None
+
+
+def reconstruct_files(plan: Plan, outs: Sequence[Path], dtype: torch.dtype = torch.float16) -> None:
+    """Write the averages of `plan` to `outs`, in its order: parameters as `dtype`, sums in fp32; buffers, encoder and facts are
+    those of the last snapshot. The files appear together, when all are complete. UserError that names the file for damaged
+    inputs and where `outs` cannot be written."""
+    for folder in {path.parent for path in outs}:
+        make_folder(folder)
+    with ExitStack() as stack:
+        inputs = [stack.enter_context(open_pieces(source.path)) for source in plan.sources]
+        last = inputs[-1]
+        parameters, buffers = _names(plan.sources[-1])
+        forms = {name: (last.tensors[name].shape, torch.float32) for name in buffers}  # wide types first: they stay aligned
+        forms |= {name: (last.tensors[name].shape, dtype) for name in parameters}
+        _check_room(outs, forms)
+        writers = []
+        for out, std in zip(outs, plan.stds):
+            temporary = stack.enter_context(replacing(out))
+            metadata = metadata_of(last.config, last.encoder, last.meta | _facts(plan, std))
+            writers.append(stack.enter_context(closing(Writer(temporary, forms, metadata))))
+
+        def write(rows: Tensor) -> None:
+            for writer, row in zip(writers, rows):
+                writer.write(row)
+
+        for name in buffers:
+            write(last.tensors[name].read().float().expand(len(writers), -1))
+        _combine(plan, inputs, parameters, dtype, write)
+        for writer in writers:
+            writer.finish()
+
+
+def _names(source: Source) -> tuple[list[str], list[str]]:
+    """Parameters and buffers, in the order of the file. UserError unless they are those of the network of its configuration."""
+    try:
+        with torch.device("meta"):
+            net = Precond(**source.config)
+    except DAMAGE as e:
+        raise UserError(f"{source.path} has a configuration that makes no network ({e})") from e
+    expected = {name: tuple(x.shape) for name, x in net.state_dict().items()}
+    if expected != source.shapes:
+        raise UserError(f"{source.path} does not fit its own configuration")
+    parameters = {name for name, _ in net.named_parameters()}
+    return [name for name in source.shapes if name in parameters], [name for name in source.shapes if name not in parameters]
+
+
+def _facts(plan: Plan, std: float) -> dict[str, Any]:
+    facts = {"nimg": plan.nimg, "std": std, "made_of": [[source.nimg, source.std] for source in plan.sources]}
+    return facts | ({"std_by_tensor": dict(plan.overrides)} if plan.overrides else {})
+
+
+def _check_room(outs: Sequence[Path], forms: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in forms.values())
+    for folder in {out.parent for out in outs}:
+        needed, free = size * sum(out.parent == folder for out in outs), shutil.disk_usage(folder).free
+        if needed > free:
+            raise UserError(f"{folder} has {free / 2**30:.1f} GiB free, and the averages take {needed / 2**30:.1f} GiB")
+
+
+def _combine(plan: Plan, inputs: Sequence[OpenSnapshot], names: list[str], dtype: torch.dtype, write: Callable[[Tensor], None]) -> None:
+    """Give `write` the wanted averages `[out, n]`, piece by piece, while the next are read and computed. It may not keep them."""
+    ins, outs = len(inputs), len(plan.stds)
+    at_once = max(AT_ONCE // (ins + outs), 1)
+    pieces = [(name, start, size) for name in names for start, size in _cut(inputs[-1].tensors[name].shape, at_once)]
+    largest = max(size for _, _, size in pieces)
+    numbers, sums = [torch.empty(ins * largest) for _ in range(2)], torch.empty(outs * largest)  # anew each time, they cost more
+    results = [torch.empty(outs * largest, dtype=dtype) for _ in range(2)]
+    coefficients: dict[tuple[float, ...], Tensor] = {}
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer, _bar(sum(size for _, _, size in pieces)) as bar:
+
+        def read(i: int) -> Future[Tensor]:
+            name, start, size = pieces[i]
+            return reader.submit(_read, plan, inputs, name, start, numbers[i % 2][: ins * size].view(ins, size))
+
+        coming, going = read(0), None
+        for i, (name, _, size) in enumerate(pieces):
+            rows = coming.result()
+            coming = read(i + 1) if i + 1 < len(pieces) else None
+            stds = plan.stds_of(name)
+            if stds not in coefficients:
+                coefficients[stds] = torch.from_numpy(plan.fit(stds).coefficients.T).float().contiguous()
+            result = results[i % 2][: outs * size].view(outs, size)
+            result.copy_(torch.mm(coefficients[stds], rows, out=sums[: outs * size].view(outs, size)))
+            _check_numbers(name, coefficients[stds], rows, result)
+            if going is not None:
+                going.result()
+            going = writer.submit(write, result)
+            bar.update(size)
+        going.result()
+
+
+def _bar(total: int) -> tqdm:
+    return tqdm(total=total, unit=" parameters", unit_scale=True, disable=None)
+
+
+def _cut(shape: tuple[int, ...], at_once: int) -> Iterator[tuple[int, int]]:
+    """Where pieces of a tensor begin, and how many numbers they have."""
+    count = torch.Size(shape).numel()
+    for start in range(0, count, at_once):
+        yield start, min(at_once, count - start)
+
+
+def _read(plan: Plan, inputs: Sequence[OpenSnapshot], name: str, start: int, rows: Tensor) -> Tensor:
+    """That piece of all inputs, into `rows` `[in, size]`."""
+    for row, source, found in zip(rows, plan.sources, inputs):
+        try:
+            row.copy_(found.tensors[name].read(start, len(row)))
+        except Refused as e:
+            raise UserError(f"{source.path} is refused: {e}") from e
+    return rows
+
+
+def _check_numbers(name: str, coefficients: Tensor, rows: Tensor, result: Tensor) -> None:
+    """UserError unless all are finite; looked at only where they might not be."""
+    largest = coefficients.abs() @ torch.linalg.vector_norm(rows, torch.inf, dim=1)
+    if not (largest < torch.finfo(result.dtype).max).all() and not result.isfinite().all():
+        raise UserError(f"{name} of the snapshots has numbers that are not finite, or its averages some too large for their type")
