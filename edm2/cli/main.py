@@ -2,6 +2,7 @@
 
 import click
 
+from edm2.cli.calibrate import calibrate_run
 from edm2.cli.common import Group
 from edm2.cli.dataset import dataset
 from edm2.cli.info import info
@@ -18,6 +19,7 @@ def main() -> None:
     """Datasets, plots and measurements for EDM2 runs. Training: train.py. Sampling: sample.py."""
 
 
+main.add_command(calibrate_run)
 main.add_command(dataset)
 main.add_command(export_network)
 main.add_command(import_networks)
