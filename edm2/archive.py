@@ -68,7 +68,8 @@ def read_archive(path: Path) -> Any:
             return file.read(info)
 
         def tensor(storage: _Storage, offset: int, shape: tuple[int, ...], *_: Any) -> Stored:
-            if not all(type(n) is int and n >= 0 for n in (offset, storage.size, *shape)) or offset + math.prod(shape) > storage.size:
+            sizes = offset, storage.size, *shape
+            if len(sizes) > 18 or not all(type(n) is int and 0 <= n < 2**48 for n in sizes) or offset + math.prod(shape) > storage.size:
                 raise ValueError("a tensor beyond its numbers")
             dtype = np.dtype(TYPES.get(storage.kind, "V1"))
             if shape or dtype.kind == "V" or storage.size * dtype.itemsize > SMALL:
@@ -78,7 +79,9 @@ def read_archive(path: Path) -> Any:
 
         def persistent(what: Any) -> _Storage:
             _, kind, key, _, size = what
-            return _Storage(kind.name.removeprefix("torch."), str(key), size)
+            if not isinstance(key, str) or len(key) > 100:
+                raise ValueError("numbers without a name")
+            return _Storage(kind.name.removeprefix("torch."), key, size)
 
         allowed = {("torch", kind): lambda: None for kind in (*TYPES, "BFloat16Storage", "ByteStorage")}
         allowed |= {("torch._utils", "_rebuild_tensor_v2"): tensor, ("collections", "OrderedDict"): _Ordered}

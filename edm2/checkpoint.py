@@ -55,7 +55,7 @@ def load_newest_checkpoint(outdir: Path) -> dict[str, Any] | None:
     for path in paths:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            return {key: state[key] for key in ("nimg", "elapsed", "net", "optimizer")}
+            return {key: state[key] for key in ("nimg", "elapsed", "net", "optimizer")} | {"licence": state.get("licence")}
         except MemoryError:
             raise
         except Exception as e:  # a damaged file makes the reader raise almost anything

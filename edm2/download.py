@@ -6,7 +6,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from edm2.errors import UserError
-from edm2.files import make_folder, sha256
+from edm2.files import check_hexadecimal, check_sha256, make_folder, sha256, user_path
 
 TIMEOUT = 30  # seconds without a byte
 TRIES, PAUSE = 5, 1.0  # in a row without any; seconds before the second one, more before others
@@ -27,18 +27,21 @@ def is_url(source: str | Path) -> bool:
     return isinstance(source, str) and re.match(r"[a-z][a-z0-9+.-]*://", source, re.IGNORECASE) is not None
 
 
-def fetch(url: str, folder: str | Path, checksum: str | None = None) -> Path:
+def fetch(url: str, folder: str | Path, checksum: str | None = None, known: Callable[[bytes], bool] = lambda _: True) -> Path:
     """The file at `url`, in `folder` under its own name: downloaded unless it is there.
 
-    `checksum`: SHA-256 that it must have, hexadecimal. What has arrived of an interrupted download is kept and continued, if
-    the file is still the same. Processes that want the same file wait for the first. UserError if it cannot be had.
+    `checksum`: SHA-256 that it must have, hexadecimal; `known`: is it a wanted kind of file, by its first bytes? What has arrived
+    of an interrupted download is kept and continued, if the file is still the same. Processes that want the same file wait for
+    the first. UserError if it cannot be had.
     """
-    path = Path(folder).expanduser() / _file_name(url)
+    path = user_path(folder) / _file_name(url)
+    if checksum is not None:
+        check_hexadecimal(checksum)
     if not path.is_file():
         make_folder(path.parent)
         with _alone(path):
             if not path.is_file():  # nor has another process brought it
-                _bring(url, path, checksum)
+                _bring(url, path, checksum, known)
                 return path
     origin = _beside(path, "url")
     try:
@@ -47,7 +50,8 @@ def fetch(url: str, folder: str | Path, checksum: str | None = None) -> Path:
         raise UserError(f"cannot read {origin}: {e.strerror or e}") from e
     if came_from != url:
         raise UserError(f"{path} is there already, from another address: {came_from}")
-    _compare(path, checksum, path)
+    if checksum is not None:
+        check_sha256(path, checksum)
     return path
 
 
@@ -87,14 +91,30 @@ def _alone(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _bring(url: str, path: Path, checksum: str | None) -> None:
+def _bring(url: str, path: Path, checksum: str | None, known: Callable[[bytes], bool]) -> None:
     partial, origin = _beside(path, "part"), _beside(path, "url")
-    try:
-        _download(url, partial, checksum is not None)
-        _compare(partial, checksum, url)
-        _write(origin, url)
+    with _on_disk(path):
+        if not origin.exists() or origin.read_text(errors="replace") != url:
+            partial.unlink(missing_ok=True)  # of another file of this name
+            _write(origin, url)
+    _download(url, partial, checksum is not None)
+    with _on_disk(path):
+        with open(partial, "rb") as file:
+            if not known(file.read(16)):
+                partial.unlink()
+                raise UserError(f"{url} is no file of the wanted kind: is the address right, and not that of a page?")
+        if checksum is not None and (found := sha256(partial)) != checksum.lower():
+            partial.unlink()
+            raise UserError(f"{url} is another file than expected: its SHA-256 is {found}, not {checksum.lower()}")
         os.replace(partial, path)
         _beside(path, "version").unlink(missing_ok=True)
+
+
+@contextmanager
+def _on_disk(path: Path) -> Iterator[None]:
+    """OSErrors in it are the disk's, and not the network's."""
+    try:
+        yield
     except OSError as e:
         raise UserError(f"cannot write {path}: {e.strerror or e}") from e
 
@@ -116,7 +136,7 @@ def _download(url: str, partial: Path, will_be_checked: bool) -> None:
             if e.code < 500:
                 raise UserError(f"{url} cannot be downloaded: {e.code} {_one_line(e.reason)}") from e
             reason = f"{e.code} {e.reason}"
-        except (urllib.error.URLError, HTTPException, ConnectionError, TimeoutError) as e:
+        except (OSError, HTTPException) as e:
             reason = str(getattr(e, "reason", e)) or type(e).__name__
         failures = failures + 1 if _size(partial) <= before else 1
         if failures == TRIES:
@@ -152,7 +172,8 @@ def _open(url: str, headers: dict[str, str]) -> HTTPResponse:
 def _continue(url: str, partial: Path, will_be_checked: bool) -> None:
     """From where `partial` ends, if the file is the one that it began with; else from its beginning."""
     mark, start = partial.with_suffix(".version"), _size(partial)
-    version = mark.read_text(errors="replace") if mark.exists() else ""
+    with _on_disk(partial):
+        version = mark.read_text(errors="replace") if mark.exists() else ""
     known = start and version and version.isascii() and version.isprintable()
     try:
         response = _open(url, {"Range": f"bytes={start}-", "If-Range": version} if known else {})
@@ -162,25 +183,39 @@ def _continue(url: str, partial: Path, will_be_checked: bool) -> None:
         partial.unlink()  # there is nothing behind its end: it is another file's, or was complete
         return _continue(url, partial, will_be_checked)
     with response:
-        there = response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
-        if response.status == 206 and not (known and there):
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if response.status not in (200, 206) or encoding != "identity":
+            raise UserError(f"{url} cannot be downloaded: the server answers {response.status}, with {_one_line(encoding)} data")
+        if response.status == 206 and not (known and _is_rest(response.headers.get("Content-Range", ""), start)):
             raise HTTPException(f"the server sent another part than asked for: {response.headers.get('Content-Range')}")
         if response.length is None and not response.chunked and not will_be_checked:
             raise UserError(f"{url} cannot be downloaded: the server does not tell its length; give its --sha256")
-        if response.status != 206:
-            start = 0
-            partial.unlink(missing_ok=True)  # before another version's mark stands beside it
-        _write(mark, response.headers.get("ETag") or response.headers.get("Last-Modified") or "")
+        with _on_disk(partial):
+            if response.status != 206:
+                start = 0
+                partial.unlink(missing_ok=True)  # before another version's mark stands beside it
+            _write(mark, response.headers.get("ETag") or response.headers.get("Last-Modified") or "")
+            file = open(partial, "ab" if start else "wb", opener=_no_link)
         total = None if response.length is None else start + response.length
         bar = tqdm(total=total, initial=start, unit="B", unit_scale=True, desc=partial.name[1:-5], disable=None)
-        with open(partial, "ab" if start else "wb", opener=_no_link) as file, bar:
-            while data := response.read(CHUNK):
-                file.write(data)
-                bar.update(len(data))
-            file.flush()
-            os.fsync(file.fileno())
+        with file, bar:
+            try:
+                while data := response.read(CHUNK):
+                    with _on_disk(partial):
+                        file.write(data)
+                    bar.update(len(data))
+            finally:
+                with _on_disk(partial):
+                    file.flush()
+                    os.fsync(file.fileno())
             if total is not None and file.tell() < total:
                 raise ConnectionError(f"the connection ended after {file.tell():,} of {total:,} bytes")
+
+
+def _is_rest(content_range: str, start: int) -> bool:
+    """All from `start` on?"""
+    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", content_range)
+    return match is not None and int(match[1]) == start and int(match[2]) + 1 == int(match[3])
 
 
 def _write(path: Path, text: str) -> None:
@@ -190,13 +225,6 @@ def _write(path: Path, text: str) -> None:
 
 def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
-def _compare(path: Path, checksum: str | None, source: str | Path) -> None:
-    if checksum is not None and (found := sha256(path)) != checksum.lower():
-        if is_url(source):
-            path.unlink()
-        raise UserError(f"{source} is another file than expected: its SHA-256 is {found}, not {checksum.lower()}")
 
 
 def _size(path: Path) -> int:

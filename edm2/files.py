@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +36,16 @@ def replacing(path: str | Path) -> Iterator[Path]:
         _remove(temporary)
 
 
+def user_path(path: str | Path) -> Path:
+    """With `~` as the shell understands it. UserError for a user who is not there, and for a name that no file can have."""
+    try:
+        expanded = Path(path).expanduser()
+        expanded.exists()
+        return expanded
+    except (OSError, RuntimeError, ValueError) as e:
+        raise UserError(f"{str(path)[:300]!r} is no file's name: {getattr(e, 'strerror', None) or e}") from e
+
+
 def make_folder(path: str | Path) -> Path:
     """Create the folder and its parents if needed; UserError where that cannot be."""
     path = Path(path)
@@ -43,6 +54,18 @@ def make_folder(path: str | Path) -> Path:
     except OSError as e:
         raise UserError(f"cannot create the folder {path}: {e.strerror or e}") from e
     return path
+
+
+def check_sha256(path: str | Path, checksum: str) -> None:
+    """UserError unless the file has it, hexadecimal."""
+    check_hexadecimal(checksum)
+    if (found := sha256(path)) != checksum.lower():
+        raise UserError(f"{path} is another file than expected: its SHA-256 is {found}, not {checksum.lower()}")
+
+
+def check_hexadecimal(checksum: str) -> None:
+    if not re.fullmatch("[0-9a-fA-F]{64}", checksum):
+        raise UserError(f"{checksum!r} is no SHA-256: it has 64 hexadecimal digits")
 
 
 def sha256(path: str | Path) -> str:

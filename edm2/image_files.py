@@ -18,6 +18,7 @@ from PIL import Image, UnidentifiedImageError
 from edm2.errors import UserError
 from edm2.files import replacing
 
+LARGEST = 2**30  # bytes of a file in a ZIP, which may be compressed a thousandfold
 MAX_CLASSES = 2**20  # a class index beyond is a mistake: one-hot labels would not fit in memory
 
 
@@ -60,7 +61,12 @@ class ImageFiles:
     def read(self, name: str) -> bytes:
         """The file's bytes; UserError if they cannot be read."""
         with _reading(self.where(name)):
-            return (self.path / name).read_bytes() if self.path.is_dir() else self._open_zip().read(name)
+            if self.path.is_dir():
+                return (self.path / name).read_bytes()
+            info = self._open_zip().getinfo(name)
+            if info.file_size > LARGEST:
+                raise ValueError(f"{info.file_size / 2**30:.1f} GiB, which no image has")
+            return self._open_zip().read(info)
 
     def image(self, name: str) -> Image.Image:
         """The decoded image, mode L (grey) or RGB; palettes become RGB, alpha is dropped. UserError if damaged."""

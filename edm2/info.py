@@ -9,6 +9,8 @@ from edm2.archive import is_archive, is_zip, read_archive
 from edm2.checkpoint import OPTIONS
 from edm2.data import ImageDataset
 from edm2.errors import UserError
+from edm2.files import user_path
+from edm2.image_files import ImageFiles
 from edm2.networks import is_pickle
 from edm2.official import open_official
 from edm2.snapshot import read_file
@@ -23,9 +25,11 @@ def describe(path: str | Path) -> Facts:
 
     Tensors are not loaded. UserError for anything else, and for what is damaged.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     if not path.exists():
         raise UserError(f"{path} does not exist")
+    if not path.is_file() and not path.is_dir():
+        raise UserError(f"{path} is neither a file nor a folder")
     if path.is_dir():
         return _run(path) if (path / OPTIONS).exists() else _dataset(path)
     if is_pickle(path):
@@ -71,7 +75,10 @@ def _state(path: Path) -> Facts:
         parameters = sum(math.prod(x.shape) for x in next(iter(averages.values())).values())
         steps = int(adam[0]["step"].value) if adam else 0
         facts = {"images": state["nimg"], "steps": steps, "seconds": state["elapsed"]}
-        return {"kind": "training state", "parameters": parameters, **facts, "averages of width": sorted(averages)}
+        widths = sorted(averages)
+        if not all(type(x) in (int, float) and abs(x) < 2**63 for x in (*facts.values(), *widths)):
+            raise ValueError("images, seconds or widths are no numbers")
+        return {"kind": "training state", "parameters": parameters, **facts, "averages of width": widths}
     except MemoryError:
         raise
     except Exception as e:  # the reader raises almost anything
@@ -81,7 +88,7 @@ def _state(path: Path) -> Facts:
 def _run(path: Path) -> Facts:
     try:
         options = dict(json.loads((path / OPTIONS).read_text()))
-    except (OSError, TypeError, ValueError) as e:
+    except (OSError, RecursionError, TypeError, ValueError) as e:
         raise UserError(f"{path / OPTIONS} cannot be read ({e})") from e
     stats = read_stats(path) if (path / "stats.jsonl").exists() else []
     last = {name: stats[-1].get(name) for name in ("Progress/kimg", "Loss/loss", "Timing/total_sec")} if stats else {}
@@ -97,10 +104,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _dataset(path: Path) -> Facts:
-    try:
-        dataset = ImageDataset(path)
-    except UserError:  # perhaps for want of labels
-        dataset = ImageDataset(path, use_labels=False)
+    dataset = ImageDataset(path, use_labels=ImageFiles(path).labels() is not None)
     channels, height, width = dataset.image_shape
     kind = "latents" if dataset.dtype.kind == "f" else "images"
     return {

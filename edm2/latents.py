@@ -47,7 +47,7 @@ class LatentEncoder:
 
     `vae` names the VAE, and `pixel_range`, (0, 1) or (-1, 1), is what it is fed with: recorded here, used by `edm2.vae`.
     `raw_mean` and `raw_std` are the channel statistics of the latents, by default `RAW_STATISTICS` of that range.
-    UserError for another range.
+    UserError for another range, ValueError for deviations that are not positive.
     """
 
     kind: ClassVar[str] = "vae-latents"
@@ -66,6 +66,8 @@ class LatentEncoder:
         mean, std = RAW_STATISTICS[self.pixel_range]
         self.raw_mean = tuple(mean if raw_mean is None else raw_mean)
         self.raw_std = tuple(std if raw_std is None else raw_std)
+        if not all(x > 0 for x in self.raw_std):
+            raise ValueError(f"standard deviations of latents must be positive, got {self.raw_std}")
         scale = final_std / np.array(self.raw_std, np.float64)
         self.scale = torch.tensor(scale, dtype=torch.float32).reshape(-1, 1, 1)
         self.bias = torch.tensor(-np.array(self.raw_mean) * scale, dtype=torch.float32).reshape(-1, 1, 1)
@@ -114,13 +116,18 @@ class Encoder(Protocol):
 
 
 def encoder_from_config(config: dict[str, Any]) -> Encoder:
-    """The encoder that a snapshot names. ValueError for an unknown kind."""
+    """The encoder that a snapshot names. ValueError for an unknown kind, and for statistics that are none."""
     kwargs = dict(config)
     kind = kwargs.pop("type", None)
-    for encoder in (RGBEncoder, LatentEncoder):
-        if encoder.kind == kind:
-            return encoder(**kwargs)
-    raise ValueError(f"unknown encoder {kind!r}")
+    if kind not in (RGBEncoder.kind, LatentEncoder.kind):
+        raise ValueError(f"unknown encoder {kind!r}")
+    if kind == RGBEncoder.kind:
+        return RGBEncoder(**kwargs)
+    encoder = LatentEncoder(**kwargs)
+    numbers = torch.cat([encoder.scale.flatten(), encoder.bias.flatten()])
+    if not isinstance(encoder.vae, str) or not numbers.isfinite().all() or not (encoder.scale > 0).all():
+        raise ValueError("an encoder whose VAE is no name, or whose statistics are none")
+    return encoder
 
 
 def check_channels(encoder: Encoder, channels: int) -> None:

@@ -32,15 +32,19 @@ def export(
     if official and licence not in (None, CC_BY_NC_SA):
         raise UserError(f"--license {licence}: {LICENCE}")
     folder = make_folder(folder)
+    if any(folder.iterdir()) and not (folder / INDEX).exists():
+        raise UserError(f"{folder} holds other things; choose a new folder")
+    card = make_card(snapshot, guide, guidance, CC_BY_NC_SA if official else licence)
+    if guide is None:
+        (folder / GUIDE).unlink(missing_ok=True)  # an earlier export's
     for name, each in ((NET, snapshot), (GUIDE, guide)):
         if each is not None:
             parameters = dict(each.net.named_parameters())
             write_tensors(folder / name, parameters, each.net, encoder=each.encoder, meta=each.meta, dtype=dtype)
     components = ["net"] + ["gnet"] * (guide is not None)
     write_index(folder, components, guidance)
-    card = make_card(snapshot, guide, guidance, CC_BY_NC_SA if official else licence)
     with replacing(folder / CARD) as temporary:
-        temporary.write_text(card)
+        temporary.write_text(card, encoding="utf-8", errors="replace")
     return folder
 
 
@@ -76,5 +80,10 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _table(facts: dict[str, Any]) -> list[str]:
-    shown = {name: f"{value:,}" if type(value) is int else str(value).replace("|", r"\|") for name, value in facts.items()}
+    shown = {name: f"{value:,}" if type(value) is int else _one_cell(str(value)) for name, value in facts.items()}
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in shown.items())]
+
+
+def _one_cell(text: str) -> str:
+    """The words may be a file's own."""
+    return "".join(c if c.isprintable() else "?" for c in text[:200]).replace("|", r"\|")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from edm2.download import fetch, is_url
 from edm2.errors import UserError
+from edm2.files import check_sha256, sha256, user_path
 from edm2.network import Precond
 from edm2.official import load_official_snapshot, open_official, read_official
 from edm2.pickled import DAMAGE
@@ -41,13 +42,25 @@ def open_pieces(path: Path) -> Iterator[OpenSnapshot]:
 
 
 def network_file(source: str | Path, cache: str | Path = CACHE, checksum: str | None = None) -> Path:
-    """The file itself, or what is at its address; `checksum` is the SHA-256 that the latter must have."""
-    return fetch(source, cache, checksum) if is_url(source) else Path(source).expanduser()
+    """The file itself, or what is at its address. UserError if it has not the SHA-256 `checksum`, and for an address of something
+    that begins neither as a network does nor as a ZIP."""
+    if is_url(source):
+        return fetch(source, cache, checksum, _is_known)
+    path = user_path(source)
+    if checksum is not None:
+        check_sha256(path, checksum)
+    return path
+
+
+def _is_known(start: bytes) -> bool:
+    return start[:1] == b"\x80" or start[8:9] == b"{" or start[:2] == b"PK"
 
 
 def is_pickle(path: Path) -> bool:
     """Does it begin as pickles do, and not as safetensors files, with the length of a header and its first character?"""
     try:
+        if not path.is_file():  # a pipe would wait
+            return False
         with open(path, "rb") as file:
             start = file.read(9)
     except OSError:
@@ -61,10 +74,13 @@ def convert(source: Path, folder: Path) -> Path:
     What was written is compared, and the network evaluated once. UserError if it is no official pickle, or does not evaluate
     to numbers.
     """
-    path = folder / (source.name.removesuffix(".pkl") + ".safetensors")
-    if path.exists() and not _is_made_of(path, source):
+    path, checksum = folder / (source.name.removesuffix(".pkl") + ".safetensors"), sha256(source)
+    if not str(path).isprintable():
+        raise UserError(f"{str(path)!r} is no name that other programs understand; rename {source.name!r}")
+    if path.exists() and not _is_made_of(path, source, checksum):
         raise UserError(f"{path} is there already, and not made of {source.name}; give another --out")
     found = read_official(source)
+    found.meta["sha256"] = checksum
     with torch.device("meta"):
         net = Precond(**found.config).eval()
     net.load_state_dict(found.tensors, assign=True)  # in their own types, half of the memory
@@ -89,10 +105,10 @@ def _evaluates(net: Precond, source: Path) -> bool:
         raise UserError(f"{source} holds a network that cannot be evaluated ({reason[:200]})") from e
 
 
-def _is_made_of(path: Path, source: Path) -> bool:
-    """Is this snapshot an earlier conversion of a pickle of this name?"""
+def _is_made_of(path: Path, source: Path, checksum: str) -> bool:
+    """Is this snapshot an earlier conversion of the pickle of this checksum?"""
     with suppress(UserError):
-        return not path.samefile(source) and read_file(path, lambda _: None)[0]["meta"].get("file") == source.name
+        return not path.samefile(source) and read_file(path, lambda _: None)[0]["meta"].get("sha256") == checksum
     return False
 
 

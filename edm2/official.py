@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edm2.arguments import check_arguments
 from edm2.errors import UserError
 from edm2.latents import Encoder, LatentEncoder, RGBEncoder, check_channels
 from edm2.names import time_and_width
@@ -121,17 +123,18 @@ class _DType(Object):
 
 
 class _Array(Object):
-    def __init__(self, *_: Any):
+    def __init__(self, left: list[int], *_: Any):
         super().__init__("numpy.ndarray")
-        self.array = np.empty(0)
+        self.array, self.left = np.empty(0), left
 
     def build(self, state: Any) -> None:
         super().build(state)
         _, shape, dtype, by_columns, data = state
         if by_columns or not isinstance(dtype, _DType):
             raise Refused("an array in a form that this reader does not know")
-        if (data.length if isinstance(data, Span) else len(data)) > 2**16:
-            raise Refused("an array of more than 65,536 bytes")
+        self.left[0] -= data.length if isinstance(data, Span) else len(data)
+        if self.left[0] < 0:
+            raise Refused("arrays of more than 65,536 bytes")
         self.array = np.frombuffer(_bytes(data), dtype.dtype).reshape(_sizes(shape))
 
 
@@ -253,7 +256,7 @@ def _parameter(tensor: Piece, *_: Any) -> Piece:
 
 def _allowed(size: int) -> dict[tuple[str, str], Callable[..., Any]]:
     """All that such a file may name."""
-    storages = _Storages(size)
+    storages, array = _Storages(size), partial(_Array, [2**16])
     names: dict[tuple[str, str], Callable[..., Any]] = {
         ("torch_utils.persistence", "_reconstruct_persistent_obj"): _Persistent,
         ("dnnlib.util", "EasyDict"): lambda: {},
@@ -264,10 +267,10 @@ def _allowed(size: int) -> dict[tuple[str, str], Callable[..., Any]]:
         ("torch.storage", "_load_from_bytes"): storages.load,
         ("_codecs", "encode"): storages.encoded,
         ("numpy", "dtype"): _DType,
-        ("numpy", "ndarray"): _Array,
+        ("numpy", "ndarray"): array,
     }
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        names[module, "_reconstruct"] = _Array
+        names[module, "_reconstruct"] = array
     return names
 
 
@@ -306,33 +309,11 @@ def _config(net: _Persistent) -> dict[str, Any]:
         raise Refused("damaged: a network without the arguments that it was made with")
     config = dict(zip(POSITIONAL, arguments)) | {name: x for name, x in keywords.items() if not name.startswith("_")}
     config |= {name: state[name] for name in ("img_resolution", "img_channels", "label_dim", "use_fp16", "sigma_data") if name in state}
-    for name, value in config.items():
-        if name not in ARGUMENTS or not ARGUMENTS[name](value):
-            raise Refused(f"damaged, or a network of another kind: its argument {name[:40]} is none of the official release's")
+    try:
+        check_arguments(config)
+    except ValueError as e:
+        raise Refused(f"damaged, or a network of another kind: {e}") from e
     return {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
-
-
-def _integer(least: int, most: int) -> Callable[[Any], bool]:
-    return lambda x: type(x) is int and least <= x <= most
-
-
-def _real(above: float, below: float) -> Callable[[Any], bool]:
-    return lambda x: type(x) in (int, float) and above < x < below
-
-
-def _several(each: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: type(x) in (list, tuple) and len(x) <= 8 and all(map(each, x))
-
-
-ARGUMENTS: dict[str, Callable[[Any], bool]] = {
-    "img_resolution": _integer(1, 2**13), "img_channels": _integer(1, 2**10), "label_dim": _integer(0, 2**20),
-    "model_channels": _integer(1, 2**14), "num_blocks": _integer(1, 2**5), "logvar_channels": _integer(1, 2**14),
-    "channels_per_head": _integer(1, 2**14), "channel_mult": _several(_integer(1, 64)), "attn_resolutions": _several(_integer(1, 2**13)),
-    "channel_mult_noise": lambda x: x is None or _integer(1, 64)(x), "channel_mult_emb": lambda x: x is None or _integer(1, 64)(x),
-    "use_fp16": lambda x: type(x) is bool, "sigma_data": _real(0, 1e6), "dropout": _real(-1e-9, 1),
-    "label_balance": _real(0, 1), "concat_balance": _real(0, 1), "res_balance": _real(0, 1), "attn_balance": _real(0, 1),
-    "clip_act": lambda x: x is None or _real(0, 1e9)(x), "resample_filter": _several(_real(-1e3, 1e3)),
-}  # fmt: skip
 
 
 def _check(config: dict[str, Any], tensors: dict[str, Piece]) -> None:
@@ -348,7 +329,8 @@ def _check(config: dict[str, Any], tensors: dict[str, Piece]) -> None:
         name = unlike[0]
         sizes = (list(where[name]) if name in where else "nothing" for where in (expected, found))
         raise Refused("{} should be {} and is {}; {} others differ too".format(name, *sizes, len(unlike) - 1))
-    if len({(id(x.storage), x.first) for x in tensors.values()}) < len(tensors):
+    places = sorted((id(x.storage), x.first, math.prod(x.shape)) for x in tensors.values())
+    if any(a == c and first + count > second for (a, first, count), (c, second, _) in zip(places, places[1:])):
         raise Refused("damaged: tensors that share their numbers")
 
 
@@ -383,4 +365,4 @@ def _plain(x: Any, left: list[int] | None = None, depth: int = 0) -> Any:
         return [_plain(v, left, depth + 1) for v in x[:100]]
     if isinstance(x, str):
         return x[:1000]
-    return x if x is None or isinstance(x, bool) or isinstance(x, int) and abs(x) < 2**63 or isinstance(x, float) else None
+    return x if isinstance(x, bool | int | float) and abs(x) < 2**63 else None  # NaN is not, nor are infinities

@@ -50,12 +50,13 @@ class EDM2Pipeline(DiffusionPipeline):
         label_dropout: float = 0.0,
         guidance_scale: float = 1.0,
         fast: bool = False,
+        licence: str | None = None,
     ):
         super().__init__()
         self.register_modules(net=net, gnet=gnet, vae=vae)
         if encoder is None:
             encoder = RGBEncoder().config() if vae is None else LatentEncoder().config()
-        self.register_to_config(encoder=encoder, label_dropout=label_dropout, guidance_scale=guidance_scale, fast=fast)
+        self.register_to_config(encoder=encoder, label_dropout=label_dropout, guidance_scale=guidance_scale, fast=fast, licence=licence)
         self._dtype: torch.dtype | None = None
         self._made: dict[str, tuple[tuple, Any]] = {}  # of the components as they were: see `_current`
 
@@ -77,21 +78,24 @@ class EDM2Pipeline(DiffusionPipeline):
         index = _read_index(folder) if folder.is_dir() else {"components": []}
         components = index.pop("components")
         snapshot = load_snapshot(folder / NET if folder.is_dir() else folder)
-        gnet = load_snapshot(folder / GUIDE).net if "gnet" in components else None
         encoder = None
         if isinstance(snapshot.encoder, LatentEncoder):
             encoder = load_vae(snapshot.encoder, vae or (folder / VAE if "vae" in components else None))
+        guide = load_snapshot(folder / GUIDE) if "gnet" in components else None
         options = {**index, "label_dropout": snapshot.meta.get("label_dropout") or 0.0} | ({} if fast is None else {"fast": fast})
+        options["licence"] = snapshot.meta.get("licence") or (guide and guide.meta.get("licence"))
         config = None if snapshot.encoder is None else snapshot.encoder.config()
-        pipe, dtype = cls(snapshot.net, gnet, encoder and encoder.vae, config, **options), dtype or torch_dtype
+        pipe, dtype = cls(snapshot.net, guide and guide.net, encoder and encoder.vae, config, **options), dtype or torch_dtype
         return pipe if dtype is None else pipe.to(dtype)
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype = torch.float16) -> None:
         """A folder for `from_pretrained`. The networks' parameters are stored in `dtype`."""
         folder, encoder = make_folder(path), self._encoder()
-        save_snapshot(folder / NET, self.net, encoder=encoder, meta={"label_dropout": self.config.label_dropout}, dtype=dtype)
+        meta = {"licence": self.config.licence} if self.config.licence else {}
+        label_dropout = {"label_dropout": self.config.label_dropout}
+        save_snapshot(folder / NET, self.net, encoder=encoder, meta=meta | label_dropout, dtype=dtype)
         if self.gnet is not None:
-            save_snapshot(folder / GUIDE, self.gnet, encoder=encoder, dtype=dtype)
+            save_snapshot(folder / GUIDE, self.gnet, encoder=encoder, meta=meta, dtype=dtype)
         if self.vae is not None:
             self.vae.save_pretrained(folder / VAE)
         components = [name for name in ("net", "gnet", "vae") if getattr(self, name) is not None]

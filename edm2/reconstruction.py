@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from edm2.arguments import check_arguments
 from edm2.errors import UserError
 from edm2.files import make_folder, replacing
 from edm2.network import Precond
@@ -150,6 +151,7 @@ def reconstruct_files(plan: Plan, outs: Sequence[Path], dtype: torch.dtype = tor
 def _names(source: Source) -> tuple[list[str], list[str]]:
     """Parameters and buffers, in the order of the file. UserError unless they are those of the network of its configuration."""
     try:
+        check_arguments(source.config)
         with torch.device("meta"):
             net = Precond(**source.config)
     except DAMAGE as e:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from edm2.arguments import check_arguments
 from edm2.errors import UserError
 from edm2.files import replacing
 from edm2.latents import Encoder, check_channels, encoder_from_config
@@ -88,6 +89,7 @@ def load_snapshot(path: str | Path, device: str | torch.device = "cpu") -> Snaps
     """Read a network; parameters become fp32. UserError if the file is missing, damaged or of another kind."""
     header, tensors = read_file(path, lambda file: {name: file.get_tensor(name) for name in file.keys()}, device)
     try:
+        check_arguments(header["config"])
         with torch.device("meta"):
             net = Precond(**header["config"])
         net.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
@@ -107,7 +109,7 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def read_file(path: str | Path, take: Callable[[Any], T], device: str | torch.device = "cpu") -> tuple[dict[str, Any], T]:
     """A snapshot's header, and what `take` makes of the opened file (a `safetensors.safe_open`). UserError if it is none."""
     if not Path(path).is_file():
-        raise UserError(f"snapshot {path} does not exist")
+        raise UserError(f"{path} is no file" if Path(path).exists() else f"snapshot {path} does not exist")
     try:
         with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
@@ -117,7 +119,7 @@ def read_file(path: str | Path, take: Callable[[Any], T], device: str | torch.de
     if metadata.get("edm2") != FORMAT:
         raise UserError(f"{path} is a safetensors file, but not a snapshot of this project (layout {FORMAT})")
     try:
-        header = {key: json.loads(metadata[key]) for key in ("config", "encoder", "meta")}
+        header = {key: json.loads(metadata[key], parse_constant=lambda _: None) for key in ("config", "encoder", "meta")}
         if not isinstance(header["config"], dict) or not isinstance(header["meta"], dict):
             raise ValueError("its parts are none")
         return header, taken

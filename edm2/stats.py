@@ -131,7 +131,7 @@ def read_stats(run: str | Path) -> list[dict[str, Any]]:
     try:
         stats = [json.loads(line) for line in path.read_text().splitlines()]
         return [{key: value if isinstance(value, dict | None) else float(value) for key, value in line.items()} for line in stats]
-    except (OSError, AttributeError, TypeError, ValueError) as e:
+    except (OSError, AttributeError, OverflowError, RecursionError, TypeError, ValueError) as e:
         raise UserError(f"{path} cannot be read ({e}); give the --outdir of a training run") from e
 
 

@@ -64,6 +64,7 @@ class Trainer:
         )  # fmt: skip
         self.held_out = self._held_out(held_out, loss)
         self.nimg, self.lr, self.elapsed = 0, 0.0, 0.0
+        self.licence: str | None = None  # of the weights that the run began with
         self.interrupted: str | None = None  # why the run ended before its time
 
     def start(self, state: dict[str, Any] | None = None) -> None:
@@ -73,7 +74,7 @@ class Trainer:
             keep_freed_memory()
         if state is None:
             if self.config.init is not None:
-                start_from(self.net, self.config.init)
+                self.licence = start_from(self.net, self.config.init)
             force_weight_norm_(self.net)
         else:
             self._resume(state)
@@ -130,6 +131,7 @@ class Trainer:
             "elapsed": elapsed,
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "licence": self.licence,
         }
 
     def save_state(self, outdir: Path, elapsed: float) -> None:
@@ -149,7 +151,7 @@ class Trainer:
             if self.procs.rank > 0:
                 continue
             facts = {name: getattr(self.config, name) for name in ("preset", "batch", "label_dropout")}
-            meta = {"nimg": self.nimg, "std": std, **facts}
+            meta = {"nimg": self.nimg, "std": std, **facts} | ({"licence": self.licence} if self.licence else {})
             files.append(outdir / snapshot_name(self.nimg, std))
             dtype = DTYPES[self.config.snapshot_dtype]
             write_tensors(files[-1], average, self.net, encoder=self.encoder, meta=meta, dtype=dtype)
@@ -194,7 +196,7 @@ class Trainer:
         try:
             self.net.load_state_dict(state["net"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.nimg, self.elapsed = state["nimg"], state["elapsed"]
+            self.nimg, self.elapsed, self.licence = state["nimg"], state["elapsed"], state.get("licence")
         except (KeyError, RuntimeError, TypeError, ValueError) as e:
             reason = str(e).splitlines()[0]
             raise UserError(f"the training state in {self.config.outdir} is of another network ({reason})") from e
@@ -254,12 +256,13 @@ class Draws:
         return {name: None if x is None else x[part] for name, x in vars(self).items()}
 
 
-def start_from(net: Precond, path: str) -> None:
+def start_from(net: Precond, path: str) -> str | None:
     """Copy the weights of a snapshot into `net`; the class embedding stays as drawn where the label count differs.
 
-    UserError if the networks differ otherwise.
+    Returns the licence that the snapshot tells of. UserError if the networks differ otherwise.
     """
-    source = open_snapshot(path).net.state_dict()
+    snapshot = open_snapshot(path)
+    source = snapshot.net.state_dict()
     target = net.state_dict()
     if net.label_dim != source.get("unet.emb_label.weight", torch.empty(0, 0)).shape[1]:
         source.pop("unet.emb_label.weight", None)
@@ -269,6 +272,7 @@ def start_from(net: Precond, path: str) -> None:
     if unlike:
         raise UserError(f"--init {path} is another network: {unlike[0]} differs, and {len(unlike) - 1} more")
     net.load_state_dict(source)
+    return snapshot.meta.get("licence")
 
 
 def _shape(tensors: Mapping[str, Tensor], key: str) -> torch.Size | None:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 FILE = Path(__file__).parent / "golden" / "official_snapshot.pkl"
-SECONDS, GIGABYTES = 10, 6
+SECONDS, KIB, GIGABYTES = 10, 2**19, 6  # what an attempt may take; what a process gets
 FORBIDDEN = "os.system os.exec os.posix_spawn os.fork subprocess.Popen pickle.find_class exec compile ctypes.dlopen socket.connect".split()
 
 
@@ -96,7 +96,7 @@ def main(count: int) -> None:
             pass
         resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES * 2**30,) * 2)
         sys.addaudithook(lambda event, _: seen.append(event) if event in FORBIDDEN else None)
-        ends = Counter()
+        ends, before = Counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for seed in range(count):
             path.write_bytes((mutated if seed % 2 else rearranged)(original, seed))
             start = time.perf_counter()
@@ -110,6 +110,7 @@ def main(count: int) -> None:
                 assert len(str(e).splitlines()) == 1, f"seed {seed}: {e}"
                 ends["refused"] += 1
             assert time.perf_counter() - start < SECONDS, f"seed {seed}: too long"
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + KIB, f"seed {seed}: too much memory"
             assert not seen, f"seed {seed}: {seen}"
     print(*(ends[end] for end in ("equal", "other numbers", "other settings", "refused")))
 

@@ -1,6 +1,7 @@
 """Downloads from a server on this machine that behaves well, and badly."""
 
 import hashlib
+import ssl
 import threading
 import time
 import urllib.request
@@ -22,8 +23,11 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests, self.errors, self.cut, self.cuts, self.etag, self.data = [], [], 0, 0, '"1"', DATA
-        self.stalls, self.ranged, self.length, self.redirect = False, None, None, None
+        self.stalls, self.ranged, self.length, self.redirect, self.status, self.encoding = False, None, None, None, 200, None
         self.url = f"http://127.0.0.1:{self.server_address[1]}/networks/a-1.0.pkl"
+
+    def handle_error(self, *_):
+        """Clients may hang up."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -43,7 +47,9 @@ class Handler(BaseHTTPRequestHandler):
         if start >= len(server.data):
             return self.send_error(416)
         body = server.data[start:]
-        self.send_response(206 if start else 200)
+        self.send_response(206 if start else server.status)
+        if server.encoding:
+            self.send_header("Content-Encoding", server.encoding)
         if server.length != "":
             self.send_header("Content-Length", server.length or str(len(body)))
         if start:
@@ -117,16 +123,59 @@ def test_another_address(server, tmp_path):
         fetch(server.url.replace("networks", "others"), tmp_path)
 
 
-def test_another_part_than_asked_for(server, tmp_path):
-    server.cut, server.cuts, server.ranged = 1_000_000, 1, "bytes 0-5119999/5120000"
-    with pytest.raises(edm2.UserError, match="the server sent another part than asked for: bytes 0-"):
+def test_parts_by_address(server, tmp_path):
+    """Files of one name, size and version are not mixed, though a server tells them apart by their addresses alone."""
+    server.cut, server.cuts = 1_000_000, 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(download, "TRIES", 1)
+        with pytest.raises(edm2.UserError):
+            fetch(server.url, tmp_path)
+    server.data = bytes(reversed(DATA))
+    assert fetch(server.url.replace("networks", "others"), tmp_path).read_bytes() == server.data
+
+
+@pytest.mark.parametrize("ranged", ["bytes 0-5119999/5120000", "bytes 1000000-1499999/5120000", "bytes 1000000-", "bytes 1000000-/*"])
+def test_another_part_than_asked_for(server, tmp_path, ranged):
+    server.cut, server.cuts, server.ranged = 1_000_000, 1, ranged
+    with pytest.raises(edm2.UserError, match="the server sent another part than asked for: bytes "):
         fetch(server.url, tmp_path)
     assert not (tmp_path / "a-1.0.pkl").exists()
+
+
+@pytest.mark.parametrize(("status", "encoding"), [(202, None), (204, None), (203, None), (200, "gzip")])
+def test_other_answers(server, tmp_path, status, encoding):
+    server.status, server.encoding = status, encoding
+    with pytest.raises(edm2.UserError, match=f"the server answers {status}, with {encoding or 'identity'} data"):
+        fetch(server.url, tmp_path)
+    assert not left(tmp_path)
+
+
+def test_pages(server, tmp_path):
+    """In the place of a file: not kept under its name."""
+    server.data = b"<html>" + DATA
+    with pytest.raises(edm2.UserError, match="is no file of the wanted kind: is the address right"):
+        fetch(server.url, tmp_path, known=lambda start: start[:1] == b"\x80")
+    assert left(tmp_path) == {".a-1.0.pkl.version"}
+
+
+def test_trouble_within(server, tmp_path, monkeypatch):
+    """Of the network: what has arrived is kept, and continued."""
+    read, seen = download.HTTPResponse.read, []
+
+    def trouble(response, count):
+        seen.append(count)
+        if len(seen) == 3:
+            raise ssl.SSLError(1, "decryption failed")
+        return read(response, count)
+
+    monkeypatch.setattr(download.HTTPResponse, "read", trouble)
+    assert fetch(server.url, tmp_path).read_bytes() == DATA and server.requests == [None, "bytes=2097152-"]
 
 
 def test_a_part_that_was_all(server, tmp_path):
     (tmp_path / ".a-1.0.pkl.part").write_bytes(DATA)
     (tmp_path / ".a-1.0.pkl.version").write_text('"1"')
+    (tmp_path / ".a-1.0.pkl.url").write_text(server.url)
     assert fetch(server.url, tmp_path).read_bytes() == DATA and server.requests == ["bytes=5120000-", None]
 
 
@@ -157,6 +206,9 @@ def test_no_server_and_no_answer(server, tmp_path, monkeypatch):
 
 
 def test_checksums(server, tmp_path):
+    with pytest.raises(edm2.UserError, match="'0000' is no SHA-256: it has 64 hexadecimal digits"):
+        fetch(server.url, tmp_path, "0000")
+    assert not server.requests
     good, bad = hashlib.sha256(DATA).hexdigest(), "0" * 64
     with pytest.raises(edm2.UserError, match=f"is another file than expected: its SHA-256 is {good}, not {bad}"):
         fetch(server.url, tmp_path, bad)
@@ -204,6 +256,7 @@ def test_damaged_marks(server, tmp_path):
     """Of what a part is a part of: then it is no part of anything."""
     for mark in (b"\xff\xfe", b'"1"\r\nHost: elsewhere', b""):
         (tmp_path / ".a-1.0.pkl.part").write_bytes(b"wrong")
+        (tmp_path / ".a-1.0.pkl.url").write_text(server.url)
         (tmp_path / ".a-1.0.pkl.version").write_bytes(mark)
         path = fetch(server.url, tmp_path)
         assert path.read_bytes() == DATA and server.requests.pop() is None
@@ -215,7 +268,8 @@ def test_links(server, tmp_path):
     (tmp_path / "theirs").write_bytes(b"12345")
     (tmp_path / ".a-1.0.pkl.part").symlink_to(tmp_path / "theirs")
     (tmp_path / ".a-1.0.pkl.version").write_text('"1"')
-    with pytest.raises(edm2.UserError, match="cannot write .*a-1.0.pkl: "):
+    (tmp_path / ".a-1.0.pkl.url").write_text(server.url)
+    with pytest.raises(edm2.UserError, match="cannot write .*a-1.0.pkl.part: "):
         fetch(server.url, tmp_path)
     assert (tmp_path / "theirs").read_bytes() == b"12345"
 

@@ -3,18 +3,37 @@
 import json
 import os
 import random
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 import edm2
+import sample
 from edm2.cli.main import main
 from edm2.info import describe
 from tests.command_lines import call, refused
 from tests.conftest import GOLDEN, tiny_net
+
+
+class Unread:
+    """A safetensors file whose tensors may not be read."""
+
+    def __init__(self, *arguments, **kwargs):
+        self.file = safe_open(*arguments, **kwargs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def __getattr__(self, name: str):
+        return pytest.fail("read") if name == "get_tensor" else getattr(self.file, name)
 
 
 @pytest.fixture()
@@ -34,6 +53,7 @@ def test_what_it_holds(run, monkeypatch):
     """Without loading tensors."""
     parameters = sum(p.numel() for p in edm2.build("digits", 8, 1, 10).parameters())
     monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("edm2.snapshot.safetensors.safe_open", Unread)
     snapshot = describe(run / "network-snapshot-0000000.064-0.050.safetensors")
     assert (snapshot["kind"], snapshot["parameters"], snapshot["stored as"]) == ("network snapshot", parameters, "F32")
     assert (snapshot["nimg"], snapshot["std"], snapshot["encoder"]) == (64, 0.05, {"type": "rgb"})
@@ -89,6 +109,52 @@ def test_states_are_data(run, tmp_path, monkeypatch):
     assert describe(run / "training-state-0000000.064.pt")["steps"] == 4
 
 
+def test_states_that_mean_much(run, tmp_path):
+    """Of few bytes: shared lists, names and sizes of tensors, lists in themselves."""
+    laugh = 0
+    for _ in range(9):
+        laugh = [laugh] * 20
+    cycle: list = []
+    cycle.append(cycle)
+    state = torch.load(run / "training-state-0000000.064.pt", weights_only=True)
+    for value in (laugh, cycle, 10**5000, "64", None, float("nan")):
+        torch.save(state | {"nimg": value}, tmp_path / "a.pt")
+        assert "is no training state of this project" in refused(main, "info", str(tmp_path / "a.pt"))
+    pickled = pickle_of(run / "training-state-0000000.064.pt")
+    for old, new in ((b"X\x03\x00\x00\x00cpu", b"]"), (b"X\x01\x00\x00\x000", b"]"), (b"K \x85", b"\x8a\xff" + b"\x7f" * 255 + b"\x85")):
+        assert old in pickled
+        rewrite(run / "training-state-0000000.064.pt", tmp_path / "b.pt", pickled.replace(old, new, 1))
+        if new != b"]" or old.endswith(b"0"):
+            assert "is no training state of this project" in refused(main, "info", str(tmp_path / "b.pt"))
+
+
+def pickle_of(path: Path) -> bytes:
+    with zipfile.ZipFile(path) as file:
+        return file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
+
+
+def rewrite(path: Path, out: Path, data: bytes) -> None:
+    """The archive with another pickle."""
+    with zipfile.ZipFile(path) as file, zipfile.ZipFile(out, "w") as other:
+        for name in file.namelist():
+            other.writestr(name, data if name.endswith("data.pkl") else file.read(name))
+
+
+def test_damaged_labels(digits_zip, tmp_path):
+    """Are not taken for none; nor are files read that say they are huge."""
+    for text in ('{"labels": [[', '{"labels": [["a.png", -3]]}'):
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as file, zipfile.ZipFile(digits_zip) as other:
+            file.writestr("a.png", other.read(other.namelist()[0]))
+            file.writestr("dataset.json", text)
+        assert "dataset.json" in refused(main, "info", str(tmp_path / "a.zip"))
+    with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED) as file, file.open("dataset.json", "w", force_zip64=True) as large:
+        for _ in range(65):
+            large.write(bytes(2**24))
+    with zipfile.ZipFile(tmp_path / "b.zip", "a") as file, zipfile.ZipFile(digits_zip) as other:
+        file.writestr("a.png", other.read(other.namelist()[0]))
+    assert "dataset.json: 1.0 GiB, which no image has" in refused(main, "info", str(tmp_path / "b.zip"))
+
+
 def test_damaged_zips(run, digits_zip, tmp_path):
     """Are described, or refused in one line."""
     for seed in range(100):
@@ -117,3 +183,15 @@ def test_odd_runs(run):
     """Whose status lines say nothing."""
     (run / "stats.jsonl").write_text("{}\n")
     assert describe(run)["kind"] == "training run"
+    for text in ("[" * 200_000, '{"a": 1' + "0" * 400 + "}"):
+        (run / "stats.jsonl").write_text(text)
+        assert "stats.jsonl cannot be read" in refused(main, "info", str(run))
+    (run / "training_options.json").write_text("[" * 200_000)
+    assert "training_options.json cannot be read" in refused(main, "info", str(run))
+
+
+def test_pipes(tmp_path):
+    """Would wait for somebody to write."""
+    os.mkfifo(tmp_path / "a")
+    assert "is neither a file nor a folder" in refused(main, "info", str(tmp_path / "a"))
+    assert "is no file" in refused(sample.main, f"--net={tmp_path / 'a'}", f"--outdir={tmp_path / 'out'}")

@@ -1,6 +1,10 @@
 """Folders for a model hub: what is in them, what its card says, what reads them."""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +13,8 @@ import edm2
 from edm2.cli.main import main
 from edm2.latents import LatentEncoder, RGBEncoder
 from edm2.model_folder import export
-from tests.command_lines import call, refused, small_net
+from edm2.official import LICENCE
+from tests.command_lines import ROOT, call, refused, small_net
 from tests.conftest import GOLDEN
 
 PICKLE = GOLDEN / "official_snapshot.pkl"
@@ -65,6 +70,47 @@ def test_official_networks_keep_their_licence(tmp_path):
     assert "license" not in (export(tmp_path / "c", own) / "README.md").read_text()
     line = refused(main, "export", f"--net={PICKLE}", f"--out={tmp_path / 'd'}", "--license=apache-2.0")
     assert "--license apache-2.0: the network is NVIDIA's, under CC BY-NC-SA 4.0" in line and not (tmp_path / "d").exists()
+
+
+def test_licences_stay_with_the_weights(config, tmp_path):
+    """Through a run that begins with them, and one that resumes it; through a pipeline."""
+    pipeline = pytest.importorskip("edm2.pipeline").EDM2Pipeline
+    begin = tmp_path / "begin.safetensors"
+    edm2.save_snapshot(begin, edm2.build("digits", 8, 1, 10), meta={"licence": LICENCE}, encoder=RGBEncoder())
+    config = replace(config, init=str(begin), duration=32, checkpoint=32)
+    edm2.train(config)
+    begin.unlink()
+    edm2.train(replace(config, duration=64))
+    for path in Path(config.outdir).glob("network-snapshot-*.safetensors"):
+        assert edm2.load_snapshot(path).meta["licence"] == LICENCE
+    pipe = pipeline.from_pretrained(path)
+    pipe.save_pretrained(tmp_path / "saved")
+    assert edm2.load_snapshot(tmp_path / "saved" / "net.safetensors").meta["licence"] == LICENCE
+    line = refused(main, "export", f"--net={tmp_path / 'saved' / 'net.safetensors'}", f"--out={tmp_path / 'd'}", "--license=mit")
+    assert "--license mit: the network is NVIDIA's" in line
+
+
+def test_folders_of_others(files, tmp_path):
+    """Are left as they are; an earlier export's is written anew, without the guide that is no longer there."""
+    net, guide = files
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("mine")
+    assert "holds other things; choose a new folder" in refused(main, "export", f"--net={net}", f"--out={tmp_path / 'mine'}")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]
+    for options in ((f"--gnet={guide}", "--guidance=2"), ()):
+        assert call(main, "export", f"--net={net}", f"--out={tmp_path / 'out'}", *options).exit_code == 0
+    assert not (tmp_path / "out" / "gnet.safetensors").exists()
+
+
+def test_words_of_a_file(tmp_path, one_thread_env):
+    """Do not break the card, wherever it is written."""
+    meta = {"file": "\udcff\n---\nlicense: mit", "preset": "a|b"}
+    edm2.save_snapshot(tmp_path / "a.st", small_net(5), encoder=RGBEncoder(), meta=meta)
+    environment = one_thread_env | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "edm2", "export", f"--net={tmp_path / 'a.st'}", f"--out={tmp_path / 'out'}"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "| from | ??---?license: mit |" in card and r"| preset | a\|b |" in card and "σ_rel" not in card
 
 
 def test_types(files, tmp_path):

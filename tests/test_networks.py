@@ -83,6 +83,10 @@ class TestImport:
         assert (tmp_path / "official_snapshot.safetensors").read_bytes() == net.read_bytes()
         (tmp_path / "official_snapshot.safetensors").unlink()
         assert all(call(main, "import", str(PICKLE), f"--out={tmp_path}").exit_code == 0 for _ in range(2))
+        other = tmp_path / "other" / "official_snapshot.pkl"
+        other.parent.mkdir()
+        write_official(other, small_net(5))
+        assert "is there already, and not made of official_snapshot.pkl" in refused(main, "import", str(other), f"--out={tmp_path}")
         (tmp_path / "w-0.125").write_bytes(PICKLE.read_bytes())
         assert "wrote" in call(main, "import", str(tmp_path / "w-0.125"), f"--out={tmp_path}").output
         assert (tmp_path / "w-0.125.safetensors").exists()
@@ -104,14 +108,33 @@ class TestImport:
         assert "is no pickle of the official release" in refused(main, "import", str(net), out)
         assert "no file, no address and no preset" in refused(main, "import", "edm2-img512-s", out)
         assert "is another file than expected" in refused(main, "import", server.url, out, f"--sha256={'0' * 64}")
+        assert "its SHA-256 is" in refused(main, "import", str(PICKLE), out, f"--sha256={'0' * 64}")
+        assert "is no SHA-256" in refused(main, "import", str(PICKLE), out, "--sha256=0")
+        server.data = b"<html>"
+        assert "is no file of the wanted kind" in refused(main, "import", server.url.replace("a-1", "b-1"), out)
         assert "--sha256 is that of one file" in refused(main, "import", "edm2-img512-s-fid", out, "--sha256=0")
         assert not list((tmp_path / "out").glob("*.safetensors"))
 
     def test_large_networks(self, tmp_path):
-        """Are tried with small images; one that asks for more than a machine has ends in one line."""
+        """Are tried with small images."""
         write_official(tmp_path / "large.pkl", edm2.Precond(2**13, 3, 0, model_channels=8, channels_per_head=8, attn_resolutions=[]))
         made = call(main, "import", str(tmp_path / "large.pkl"), f"--out={tmp_path}")
         assert made.exit_code == 0, made.output
+
+    def test_what_was_written_is_compared(self, tmp_path, monkeypatch):
+        def damaged(path, tensors, *arguments, **kwargs):
+            write_file(path, tensors | {"unet.out_gain": tensors["unet.out_gain"] + 1}, *arguments, **kwargs)
+
+        write_file = edm2.networks.write_file
+        monkeypatch.setattr("edm2.networks.write_file", damaged)
+        assert "was not written as it should be" in refused(main, "import", str(PICKLE), f"--out={tmp_path}")
+
+    def test_names_that_are_none(self, tmp_path):
+        (tmp_path / "a\udcff.pkl").write_bytes(PICKLE.read_bytes())
+        assert "is no name that other programs understand" in refused(main, "import", str(tmp_path / "a\udcff.pkl"), f"--out={tmp_path}")
+        for wrong in ("~nosuchuser/x.pkl", "a" * 300):
+            for command in ("import", "info"):
+                assert "is no file's name" in refused(main, command, wrong)
 
     def test_a_network_that_makes_no_numbers(self, tmp_path, monkeypatch):
         def read(path):

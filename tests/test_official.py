@@ -16,6 +16,7 @@ import torch
 import edm2
 from edm2.latents import LatentEncoder
 from edm2.official import (
+    Piece,
     Storage,
     _check,
     _config,
@@ -130,7 +131,7 @@ class TestForms:
         [
             ([("conv_res0", "conv_res9")], r"unet.dec.16x16_block0.conv_res0.weight should be \[8, 24, 3, 3\] and is nothing"),
             ([("ema", "emu")], "it holds no network"),
-            ([("model_channels", "modelachannels")], "its argument modelachannels is none of the official release's"),
+            ([("model_channels", "modelachannels")], "its argument modelachannels is none of such a network"),
             ([("class_name", "klass_name")], "_reconstruct_persistent_obj called with what it does not take .KeyError."),
             ([("class", "madam")], "it carries a module of program text"),
             ([("_parameters", "_permutants_")], "damaged: a Precond without its _parameters"),
@@ -299,6 +300,10 @@ def bomb(name: str) -> bytes:
             items = b"".join(b"\x8c\x02" + f"{i:02}".encode() + b"h" + bytes([level]) for i in range(100))
             data += (b"}\x940" if level == 0 else b"") + b"}(" + items + b"u\x940"
         return ORIGINAL[:2] + data[2:] + b"N." if not inner else data + b"}\x8c\x03emah\x05s."
+    if name == "arrays":
+        dtype = b"cnumpy\ndtype\nX\x02\x00\x00\x00f4\x85R(K\x03X\x01\x00\x00\x00<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        state = b"(K\x01M\xff\x3f\x85" + dtype + b"\x89B" + (2**16 - 4).to_bytes(4, "little") + bytes(2**16 - 4) + b"t\x940"
+        return start + b"cnumpy.core.multiarray\n_reconstruct\n\x940" + state + b"h\x00)Rh\x01b0" * 1000 + b"N."
     if name == "keys that collide":
         keys = b"".join(b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N" for i in range(10000))
         return start + b"}(" + keys + b"u."
@@ -310,6 +315,7 @@ def bomb(name: str) -> bytes:
     [
         ("shared dictionaries", "it holds no network"),
         ("keys that collide", "it uses a int as a key"),
+        ("arrays", "arrays of more than 65,536 bytes"),
         ("instructions", "it has more than 2,097,152 instructions"),
     ],
 )
@@ -333,6 +339,10 @@ def test_numbers(tmp_path):
         tensors = found.tensors | {"unet.emb_fourier.freqs": found.tensors["unet.emb_fourier.phases"]}
         with pytest.raises(Refused, match="share their numbers"):
             _check(found.config, tensors)
+        weight = found.tensors["unet.out_conv.weight"]
+        tensors = found.tensors | {"unet.emb_fourier.freqs": Piece(weight.storage, 1, found.tensors["unet.emb_fourier.freqs"].shape)}
+        with pytest.raises(Refused, match="share their numbers"):
+            _check(found.config, tensors)
         numbers = found.tensors["unet.out_conv.weight"].read().numpy().tobytes()
     assert ORIGINAL.count(numbers) == 1
     (tmp_path / "a.pkl").write_bytes(ORIGINAL.replace(numbers, numbers[:-2] + b"\x00\x7e"))
@@ -343,11 +353,16 @@ def test_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("img_resolution", 0), ("num_blocks", 33), ("channel_mult", {"1": 2}), ("channel_mult", [1] * 9), ("label_balance", float("nan")),
-     ("use_fp16", "x"), ("sigma_data", None), ("dropout", "x"), ("attn_balance", None), ("resample_filter", ["a"]), ("dtype", "x")],
+     ("use_fp16", "x"), ("sigma_data", None), ("dropout", "x"), ("attn_balance", None), ("resample_filter", ["a"]),
+     ("resample_filter", [1]), ("resample_filter", []), ("resample_filter", [1, -1]), ("dtype", "x")],
 )  # fmt: skip
 def test_arguments_of_another_kind(name, value):
-    with pytest.raises(Refused, match=f"its argument {name} is none of the official release's"):
+    with pytest.raises(Refused, match=f"its argument {name} is none of such a network"):
         _config(_Persistent({"type": "class", "class_name": "Precond", "state": {"_init_kwargs": {name: value}}}))
+
+
+def test_facts_that_are_no_numbers():
+    assert _plain({"a": float("nan"), "b": [float("inf"), 1.5, True, 2**70]}) == {"a": None, "b": [None, 1.5, True, None]}
 
 
 def test_a_storage_counts_once(tmp_path):

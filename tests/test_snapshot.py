@@ -64,6 +64,12 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         edm2.save_snapshot(tmp_path / "missing" / "a", tiny_net())
 
 
+ODD = [
+    ("num_blocks", 10**9), ("dtype", "float16"), ("sigma_data", "x"), ("sigma_data", float("nan")), ("clip_act", "x"),
+    ("attn_balance", "0.3"), ("resample_filter", ["a", "b"]), ("use_fp16", "no"), ("dropout", "x"),
+]  # fmt: skip
+
+
 class TestBadFiles:
     def refused(self, path, message):
         with pytest.raises(edm2.UserError, match=message) as error:
@@ -103,6 +109,9 @@ class TestBadFiles:
             ("config", {**tiny_net().config, "channel_mult": []}),
             ("config", {**tiny_net().config, "channels_per_head": 0}),
             ("encoder", {"type": "x"}),
+            ("encoder", {"type": "vae-latents", "raw_std": [0.0, 0.0]}),
+            ("encoder", {"type": "vae-latents", "vae": 5}),
+            *(("config", {**tiny_net().config, name: value}) for name, value in ODD),
             ("config", {**tiny_net().config, "model_channels": 16}),
         ],
     )

@@ -1,6 +1,5 @@
 """`python -m edm2 import` and `export`: networks of the official release, and folders for a model hub."""
 
-from pathlib import Path
 
 import click
 import torch
@@ -8,7 +7,7 @@ import torch
 from edm2.cli.common import Float
 from edm2.download import is_url
 from edm2.errors import UserError
-from edm2.files import make_folder
+from edm2.files import make_folder, user_path
 from edm2.model_folder import export
 from edm2.networks import CACHE, convert, is_pickle, network_file, open_snapshot
 from edm2.official import LICENCE
@@ -22,13 +21,13 @@ from edm2.published import PUBLISHED, address
 def import_networks(source: str, out: str, sha256: str | None) -> None:
     """Convert a network of the official release to a snapshot of this project: a pickle, its address, or the networks of a
     published preset, e.g. edm2-img512-s-guid-fid. Nothing in the pickle is executed."""
-    folder = make_folder(Path(out).expanduser())
+    folder = make_folder(user_path(out))
     row = PUBLISHED.get(source)
     if row is not None and sha256 is not None:
         raise UserError("--sha256 is that of one file: give its address instead of a preset")
     sources = [source] if row is None else [address(name) for name in (row.net, row.gnet) if name]
     for each in sources:
-        if row is None and not is_url(each) and not Path(each).expanduser().exists():
+        if row is None and not is_url(each) and not user_path(each).exists():
             raise UserError(f"{each} is no file, no address and no preset; presets are {', '.join(list(PUBLISHED)[:3])}, …")
         path = network_file(each, folder, sha256)
         if not is_pickle(path):
@@ -51,6 +50,6 @@ def export_network(net: str, gnet: str | None, guidance: float, out: str, licenc
         raise UserError("--gnet and --guidance go together: a guide and its strength, which is not 1")
     guide = None if gnet is None else open_snapshot(gnet)
     folder = export(
-        Path(out).expanduser(), open_snapshot(net), guide, guidance, licence, torch.float16 if dtype == "fp16" else torch.float32
+        user_path(out), open_snapshot(net), guide, guidance, licence, torch.float16 if dtype == "fp16" else torch.float32
     )
     click.echo(f"wrote {folder}")

@@ -11,6 +11,7 @@ import torch
 from edm2.cli.common import Float, FloatList, Group, ImageCount, figure_class, save_figure
 from edm2.download import is_url
 from edm2.errors import UserError
+from edm2.files import user_path
 from edm2.names import count_of, snapshot_name
 from edm2.networks import CACHE, network_file
 from edm2.phema import MAX_STD, fit, profile
@@ -72,7 +73,7 @@ def phema(
         raise UserError("give the widths to make with --outstd, e.g. 0.05,0.10 or 0.010,0.015,...,0.250")
     paths = _inputs(indir, inprefix)
     plan = _plan(paths, outstd, outkimg, instd, overrides)
-    folder = (outdir or paths[0].parent).expanduser()
+    folder = user_path(outdir or paths[0].parent)
     outs = [folder / snapshot_name(plan.nimg, std, outprefix) for std in plan.stds]
     if len(set(outs)) < len(outs):
         raise UserError("two of --outstd have the same three decimals, and would be files of one name")
