@@ -70,21 +70,24 @@ def snapshot_files(folder: Path, prefix: str) -> list[Path]:
 def make_plan(
     paths: Sequence[Path],
     stds: Sequence[float],
-    nimg: int | None = None,
+    kimg: float | None = None,
     in_stds: Sequence[float] | None = None,
     overrides: Sequence[tuple[str, float]] = (),
 ) -> Plan:
-    """Of snapshots (or pickles) of one network: those of the widths `in_stds` (default: all) up to the time `nimg` (default: the
-    last), at which one must lie. UserError that names the file for what does not fit together; tensors are not read."""
+    """Of snapshots (or pickles) of one network: those of the widths `in_stds` (default: all) up to the time `kimg`, thousands of
+    images as in names (57: 57,344 images) or exactly (default: the last), at which one must lie. Tensors are not read.
+    UserError that names the file for what does not fit together.
+    """
     sources = [source for source in map(_source, paths) if in_stds is None or any(abs(source.std - std) < 5e-4 for std in in_stds)]
     if not sources:
         raise UserError(f"none of the {len(paths)} snapshots is an average of σ_rel {', '.join(f'{std:g}' for std in in_stds or [])}")
-    nimg = max(source.nimg for source in sources) if nimg is None else nimg
-    used = sorted((source for source in sources if source.nimg <= nimg), key=lambda source: (source.nimg, source.std))
     times = sorted({source.nimg for source in sources})
-    if nimg not in times:
+    chosen = [time for time in times if kimg is None or kimg in (time / 1000, time // 1000)]
+    if not chosen:
         shown = ", ".join(f"{time / 1000:.1f}" for time in times[-8:])
-        raise UserError(f"there is no snapshot at {nimg / 1000:.1f} thousand images; there are some at {shown}")
+        raise UserError(f"there is no snapshot at {kimg:g} thousand images; there are some at {shown}")
+    nimg = chosen[-1]
+    used = sorted((source for source in sources if source.nimg <= nimg), key=lambda source: (source.nimg, source.std))
     for a, b in zip(used, used[1:]):
         if (a.nimg, a.std) == (b.nimg, b.std):
             raise UserError(f"{a.path} and {b.path} are averages of one width at one time; keep one of them")

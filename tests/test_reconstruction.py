@@ -145,6 +145,7 @@ class TestChoices:
         """By width, prefix and time; several folders and files."""
         assert "4 snapshots at 4 times" in phema(f"--indir={run}", "--instd=0.05", "--outstd=0.06", "--dry-run")
         assert "4 snapshots at 2 times, the last after 2,048 images" in phema(f"--indir={run}", "--outkimg=2", "--outstd=0.06", "--dry-run")
+        assert "the last after 3,072 images" in phema(f"--indir={run}", "--outkimg=3.072", "--outstd=0.06", "--dry-run")
         (run / "other-a.safetensors").write_bytes((run / snapshot_name(1024, 0.05)).read_bytes())
         assert "8 snapshots" in phema(f"--indir={run}", "--outstd=0.06", "--dry-run")
         one = f"--indir={run / snapshot_name(1024, 0.1)}"
@@ -184,7 +185,7 @@ class TestBadInput:
             (["--outstd=0.1", "--tensor=*gain=0.3"], "σ_rel 0.3 is impossible"),
             (["--outstd=0.1", "--tensor=dec=0.1"], "no tensor is called dec"),
             (["--outstd=0.1", "--instd=0.2"], "none of the 8 snapshots is an average of σ_rel 0.2"),
-            (["--outstd=0.1", "--outkimg=3000"], "there is no snapshot at 3000.3 thousand images; there are some at 1.0, 2.0, 3.1, 4.1"),
+            (["--outstd=0.1", "--outkimg=3000"], "there is no snapshot at 3000 thousand images; there are some at 1.0, 2.0, 3.1, 4.1"),
             (["--outstd=0.1", "--inprefix=x"], "holds no x"),
             (["--outstd=0.1,0.1001"], "have the same three decimals"),
             (["--outstd=0.1", "--outprefix=network-snapshot"], "is an input; choose another --outprefix"),

@@ -12,7 +12,7 @@ from edm2.cli.common import Float, FloatList, Group, ImageCount, figure_class, s
 from edm2.download import is_url
 from edm2.errors import UserError
 from edm2.files import user_path
-from edm2.names import count_of, snapshot_name
+from edm2.names import snapshot_name
 from edm2.networks import CACHE, network_file
 from edm2.phema import MAX_STD, fit, profile
 from edm2.reconstruction import Plan, make_plan, reconstruct_files, snapshot_files
@@ -39,7 +39,7 @@ class Override(click.ParamType):
 def input_options(command: Callable) -> Callable:
     """Which snapshots."""
     for option in (
-        click.option("--outkimg", type=click.IntRange(min=1), help="Time of the averages, thousands of images.  [default: the last]"),
+        click.option("--outkimg", type=Float(above=0), help="Time of the averages, thousands of images.  [default: the last]"),
         click.option("--instd", type=FloatList(), help="Only snapshots of these widths."),
         click.option("--inprefix", metavar="STR", default="network-snapshot", show_default=True, help="How files of a folder begin."),
         click.option("--indir", metavar=PLACE, multiple=True, help="Snapshots, or official pickles; may be repeated."),
@@ -59,7 +59,7 @@ def input_options(command: Callable) -> Callable:
 @click.option("--dry-run", is_flag=True, help="Tell what would be made, and how well.")
 @click.pass_context
 def phema(
-    ctx: click.Context, indir: tuple[str, ...], inprefix: str, instd: list[float] | None, outkimg: int | None, outdir: Path | None,
+    ctx: click.Context, indir: tuple[str, ...], inprefix: str, instd: list[float] | None, outkimg: float | None, outdir: Path | None,
     outprefix: str, outstd: list[float] | None, overrides: tuple[tuple[str, float], ...], dtype: str, skip: bool, dry_run: bool,
 ) -> None:  # fmt: skip
     """Make averages of the widths (σ_rel) --outstd from the snapshots of a run, all in one pass over them.
@@ -72,7 +72,7 @@ def phema(
     if outstd is None:
         raise UserError("give the widths to make with --outstd, e.g. 0.05,0.10 or 0.010,0.015,...,0.250")
     paths = _inputs(indir, inprefix)
-    plan = _plan(paths, outstd, outkimg, instd, overrides)
+    plan = make_plan(paths, outstd, outkimg, instd, overrides)
     folder = user_path(outdir or paths[0].parent)
     outs = [folder / snapshot_name(plan.nimg, std, outprefix) for std in plan.stds]
     if len(set(outs)) < len(outs):
@@ -101,12 +101,6 @@ def _inputs(places: Sequence[str], prefix: str) -> list[Path]:
             raise UserError(f"{path} does not exist")
         paths += [path] if path.is_file() else snapshot_files(path, prefix)
     return paths
-
-
-def _plan(
-    paths: list[Path], stds: list[float], kimg: int | None, instd: list[float] | None, overrides: Sequence[tuple[str, float]] = ()
-) -> Plan:
-    return make_plan(paths, stds, None if kimg is None else count_of(kimg), instd, overrides)
 
 
 def _table(plan: Plan) -> str:
@@ -160,7 +154,13 @@ def _regular(times: int, stds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]
 @click.option("--outstd", type=FloatList(), default="0.15", show_default=True, help="Widths to be made.")
 @click.option("--out", metavar="PNG", type=click.Path(path_type=Path), default="phema.png", show_default=True, help="Where to.")
 def plot_fit(
-    indir: tuple[str, ...], inprefix: str, instd: list[float] | None, outkimg: int | None, times: int | None, outstd: list[float], out: Path
+    indir: tuple[str, ...],
+    inprefix: str,
+    instd: list[float] | None,
+    outkimg: float | None,
+    times: int | None,
+    outstd: list[float],
+    out: Path,
 ) -> None:
     """Draw the profiles of the stored averages, of the wanted ones, and of what is combined of them (Fig. 4 of the paper)."""
     if (times is None) == (not indir):
@@ -169,7 +169,7 @@ def plot_fit(
         _check_widths([*outstd, *(instd or [])])
         stored, end = _regular(times, instd or [0.05, 0.10]), 1.0
     else:
-        plan = _plan(_inputs(indir, inprefix), outstd, outkimg, instd)
+        plan = make_plan(_inputs(indir, inprefix), outstd, outkimg, instd)
         stored, end = zip(*((source.nimg, source.std) for source in plan.sources)), float(plan.nimg)
     draw(*map(np.asarray, stored), end, outstd, out)
     click.echo(f"wrote {out}")
