@@ -14,7 +14,7 @@ from edm2.backends import full_precision
 from edm2.cli.common import Command, Float, ImageCount, Interval, IntList
 from edm2.distributed import processes
 from edm2.errors import UserError
-from edm2.files import sha256
+from edm2.files import sha256, user_path
 from edm2.folding import fold
 from edm2.generate import ImageGenerator
 from edm2.guidance import Unlabelled
@@ -67,7 +67,7 @@ def main(
     """Generate images: `{seed:06d}.png` in OUTDIR. Those that are there already, made with the same networks and options, stay."""
     full_precision()
     check_options(batch, options)
-    files = choose_files(preset, Path(networks).expanduser(), net, gnet, guidance)
+    files = choose_files(preset, user_path(networks), net, gnet, guidance)
     heun = Heun(guidance=files.guidance, **options)
     samples = list_samples(seeds, class_idx)
     with processes() as procs:
