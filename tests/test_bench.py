@@ -33,6 +33,7 @@ from edm2.summary import saved_bytes
 from kernels.jit import OPTIONS, Launch, RecordedBox, _mock, _tensor, warm, warm_key
 from tests.conftest import relative_error, tiny_net
 from tests.gate.build import workers
+from tests.test_bench_convs import KINDS
 
 ROOT = Path(__file__).parent.parent
 
@@ -141,8 +142,10 @@ class TestRunner:
         assert len(run_cases([slow, slow], tmp_path, budget=0.2, runs=3)) == 1
 
     def test_rehearsal(self, tmp_path, monkeypatch):
-        """Every kind of case, and equal losses, on small sizes."""
+        """Every kind of case but the convolutions', which `test_bench_convs` runs one by one, and equal losses, on small sizes."""
         monkeypatch.chdir(tmp_path)
+        others = [case for case in cases.rehearsal_cases() if not case.name.startswith(KINDS)]
+        monkeypatch.setattr(cases, "rehearsal_cases", lambda: others)
         for command in (groups := ("kernels", "block", "train", "sample", "data", "difference", "equivalence", "optimizer")):
             result = CliRunner().invoke(main, [command, "--dry-run"])
             assert result.exit_code == 0 and "failure" not in result.output and "above" not in result.output, result.output

@@ -20,6 +20,7 @@ from kernels.jit import INTERPRET
 
 PRESET = "edm2-img512-s"
 KINDS = ("kernels/conv", *(f"kernels/{op}/" for op in FUSIONS))
+no_kernels = pytest.mark.skipif(INTERPRET, reason="not about what kernels compute")
 SMALL = [case for case in cases.rehearsal_cases() if case.name.startswith(KINDS)]
 
 
@@ -36,18 +37,21 @@ def test_candidates_agree(case, tmp_path):
     assert found.keys() == expected and all(f["median"] > 0 for f in found.values())
 
 
+@no_kernels
 def test_every_kind_is_rehearsed():
     rehearsed = {case.name.rpartition("/")[0] for case in SMALL}
     measured = {case.name.rpartition("/")[0] for case in cases.gpu_cases() if case.name.startswith(KINDS)}
     assert measured == rehearsed and len(measured) == 2 * len(WAYS) + sum(len(fusion.ways) for fusion in FUSIONS.values())
 
 
+@no_kernels
 def test_parts_are_cases_of_their_own():
     """Hence what is added to them can be told."""
     alone = {case.name for k in (3, 1) for case in conv_cases(PRESET, 256, k)}
     assert all(set(case.facts["parts"]) <= alone and case.facts["parts"] for case in fused_cases(PRESET, 256, saves=True))
 
 
+@no_kernels
 def test_sites_make_the_network():
     """All 3×3 convolutions but the first and the last are the two of some branch, and sums where they are found."""
     inner = sum(count for (*_, k), count in conv_shapes(PRESET).items() if k == 3) - 2
@@ -58,6 +62,7 @@ def test_sites_make_the_network():
     assert counts["silu_grad"] == branches and counts["residual_silu_grad"] == counts["residual_branch_silu"]
 
 
+@no_kernels
 def test_rows_are_those_of_a_training_step():
     """The library knows no second tensor."""
     asked = {problem.row._replace(rest=0) for problem in problems(PRESET, 256, 90)}
@@ -65,6 +70,7 @@ def test_rows_are_those_of_a_training_step():
     assert {("wgmma", *case.facts["row"]) for case in cases if "row" in case.facts and case.facts["row"][0] == "input gradient"} <= asked
 
 
+@no_kernels
 def test_rows_are_those_that_the_table_is_asked_for(monkeypatch):
     """One that names a row starts the library's convolution there, and no kernel."""
     for case in (*conv_cases(PRESET, 256, 3), *fused_cases(PRESET, 256, saves=True)):

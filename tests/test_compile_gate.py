@@ -1,4 +1,5 @@
-"""Every kernel that EDM2-S launches (under torture: any preset), compiled for three architectures without a GPU; faults are seen."""
+"""Kernels of every form that EDM2-S launches (under torture: all of any preset), compiled for three architectures without a GPU;
+faults are seen."""
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import kernels
 from kernels.jit import INTERPRET, Launch
 from kernels.tracing import OnGPU
 from tests.gate import loops, planted, table
-from tests.gate.build import Facts, compile_all, compile_presets, workers
+from tests.gate.build import Facts, compile_all, compile_presets, jobs_of_presets, workers
+from tests.gate.choice import family, of_every_run
 from tests.gate.collect import CAPABILITIES, CASES, Job, distinct, job
 from tests.gate.limits import broken, violations
 from tests.gate.sass import Code, Loop
@@ -19,8 +21,30 @@ HALF, FLOAT = torch.empty(64, dtype=torch.float16), torch.empty(64)
 
 
 @pytest.fixture(scope="module")
-def presets():
-    return compile_presets()
+def pool():
+    with workers() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def jobs(pool):
+    """All that the table holds."""
+    return jobs_of_presets(pool)
+
+
+@pytest.fixture(scope="module")
+def presets(pool, jobs):
+    """What every run compiles of them."""
+    return compile_all(pool, of_every_run(jobs))
+
+
+def test_every_form_is_compiled(jobs):
+    """By the table's own rows: on sm_90 all epilogues, types, tiles and paths; elsewhere each kernel in all its tiles."""
+    chosen = of_every_run(jobs)
+    assert {x.shape_class for x in jobs if x.capability == 90} == {x.shape_class for x in chosen if x.capability == 90}
+    assert {family(x) for x in jobs} == {family(x) for x in chosen}
+    tiles = [{loops.tile(x) for x in some if x.name in loops.KERNELS} for some in (jobs, chosen)]
+    assert tiles[0] == tiles[1] and len(set(chosen)) == len(chosen) < len(jobs)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -33,16 +57,21 @@ def test_limits(presets, capability):
 
 
 @pytest.mark.torture
-def test_limits_of_everything():
-    failures = broken(compile_presets(everything=True))
+def test_everything():
+    """Where there is a table, all of it."""
+    facts, held = compile_presets(everything=True), table.read()
+    changes = table.differences(held, {key: row for key, row in table.rows(facts).items() if key in held})
+    failures = [*broken(facts), *changes]
     assert not failures, "\n".join(["", *failures])
 
 
-def test_table(presets):
-    """A change to what kernels are compiled to shows in the table's diff."""
+def test_table(jobs, presets):
+    """A change to what kernels are compiled to shows in the table's diff; so does a kernel that comes or goes, compiled here or not."""
     if not table.PATH.exists():
         pytest.skip(f"no {table.PATH.name}: limits only")
-    changes = table.differences(table.read(), table.rows(presets))
+    held = table.read()
+    others = {key: held.get(key, ("?",) * len(table.FACTS)) for key in (table.key(x) for x in jobs if x not in presets)}
+    changes = table.differences(held, others | table.rows(presets))
     assert not changes, "\n".join(["", *changes, "", "If that is what you want: python -m tests.gate --update"])
 
 
@@ -84,11 +113,10 @@ PLANTED = {
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(pool):
     """The violations of all planted kernels."""
     jobs = {job(x, capability): name for name, (capabilities, x, _) in PLANTED.items() for capability in capabilities}
-    with workers() as pool:
-        return {(jobs[x], x.capability): list(violations(x, f)) for x, f in compile_all(pool, list(jobs)).items()}
+    return {(jobs[x], x.capability): list(violations(x, f)) for x, f in compile_all(pool, list(jobs)).items()}
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -101,7 +129,7 @@ def test_planted(found, name):
         assert all(any(text in m for text in expected) for m in messages), messages
 
 
-def test_sizes_of_one():
+def test_sizes_of_one(pool):
     """Integers that are 1 are constants to Triton: a network of one class, one image of one pixel."""
     launches = []
     with FakeTensorMode(), OnGPU(launches.append, 90):
@@ -111,8 +139,7 @@ def test_sizes_of_one():
         y.backward(torch.empty_like(y))
     jobs = [job(x, 90) for x in launches]
     assert {x.name for x in jobs} >= {"mp_weight_kernel", "mp_weight_backward_kernel", "cat_silu_kernel", "cat_silu_backward_kernel"}
-    with workers() as pool:
-        assert not {x.name: f.failure for x, f in compile_all(pool, jobs).items() if f.failure}
+    assert not {x.name: f.failure for x, f in compile_all(pool, jobs).items() if f.failure}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The quickened interpreter (`tests.interpreter`) still refuses integers that do not fit their type."""
+"""The quickened interpreter (`tests.interpreter`) still refuses integers that do not fit their type, and has the same types."""
 
 from pathlib import Path
 
@@ -6,9 +6,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from kernels.jit import INTERPRET
+from tests import interpreter as quickened
 from tests.__main__ import INTERPRETED
 
 needs_interpreter = pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1")
@@ -51,3 +53,23 @@ def test_integers_that_do_not_fit(operation, x, y):
     assert out.item() == exact
     calculation_kernel[(1,)](x - (1 if exact > 0 else -1), y, out, operation, False)
     assert abs(out.item()) < abs(exact)
+
+
+POINTERS = tl.pointer_type(tl.float16), tl.pointer_type(tl.float32), tl.pointer_type(tl.float16, const=True)
+TYPES = tl.int1, tl.int64, tl.float16, tl.bfloat16, *POINTERS
+
+
+@needs_interpreter
+@pytest.mark.parametrize("shape", [[4], [8], [2, 1, 8]], ids=str)
+def test_types_are_those_of_the_interpreter(shape):
+    """Which are made once, and asked for again."""
+    for kind in TYPES * 2:
+        plain = object.__new__(tl.block_type)
+        quickened._make_any_block_type(plain, kind, shape)
+        found = tl.block_type(kind, [tl.constexpr(n) for n in shape])
+        assert vars(found) == vars(plain) and found.with_element_ty(tl.int8).scalar == tl.int8
+        assert interpreter._get_np_dtype(found) == quickened._find_numpy_type(plain)
+        x = tl.tensor(None, found)
+        assert (x.type, x.dtype, [n.value for n in x.shape]) == (plain, kind, shape) and x.numel.value == plain.numel
+    x = tl.tensor(None, tl.float32)
+    assert (x.type, x.dtype, len(x.shape), x.numel.value) == (tl.float32, tl.float32, 0, 1)

@@ -158,11 +158,12 @@ def test_zero_rows(name, dtype, device):
 
 
 def faults(case: Case, i: int, x: Tensor) -> list[tuple[int, float]]:
-    """NaN and both infinities, each at the first, a middle and the last element of the i-th tensor; one of these of a
-    convolution in the interpreter, which takes its time."""
+    """NaN and both infinities, each at the first, a middle and the last element of the i-th tensor; in the interpreter, which
+    takes its time, each at one of these, and of a convolution one."""
     positions = 0, x.numel() // 2, x.numel() - 1
-    if case.is_convolution and INTERPRET:
-        return [(positions[i % 3], BAD[i % 3])]
+    if INTERPRET:
+        once = [(positions[(i + j) % 3], BAD[(i + 2 * j) % 3]) for j in range(3)]
+        return once[:1] if case.is_convolution else once
     return list(product(dict.fromkeys(positions), BAD))
 
 

@@ -79,12 +79,15 @@ def _prepare() -> None:
 
 
 def compile_presets(everything: bool = False, kernels: Container[str] | None = None) -> dict[Job, Facts]:
-    """The kernels that the presets launch, or of them these; without `everything`, of cases `of_all_runs` only, and of most one
-    for each shape class."""
-    pairs = [(case, x) for case in CASES for x in CAPABILITIES if everything or x in case.of_all_runs]
+    """The kernels of the table, or `everything`; of them these."""
     with workers() as pool:
-        jobs = distinct([case for case, _ in pairs], list(pool.map(collect, *zip(*pairs))), everything)
-        return compile_all(pool, [job for job in jobs if kernels is None or job.name in kernels])
+        return compile_all(pool, [job for job in jobs_of_presets(pool, everything) if kernels is None or job.name in kernels])
+
+
+def jobs_of_presets(pool: ProcessPoolExecutor, everything: bool = False) -> list[Job]:
+    """The kernels that the presets launch; without `everything`, of cases `in_table` only, and of most one for each shape class."""
+    pairs = [(case, x) for case in CASES for x in CAPABILITIES if everything or x in case.in_table]
+    return distinct([case for case, _ in pairs], list(pool.map(collect, *zip(*pairs))), everything)
 
 
 def compile_all(pool: ProcessPoolExecutor, jobs: list[Job]) -> dict[Job, Facts]:

@@ -23,16 +23,16 @@ FORMS = re.compile("B[IHW]|FLAT")  # and those of the form of a tile's pixels
 
 @dataclass(frozen=True)
 class Case:
-    """A network, a batch and a compute dtype, compiled for the architectures `of_all_runs` in every run, for all by `--all`.
+    """A network, a batch and a compute dtype, whose kernels for the architectures `in_table` the table holds; by `--all` for all.
 
-    A training step and an evaluation, or, of `sampling`, an evaluation whose bits no batch changes. Every launch is compiled
+    A training step and an evaluation, or, of `sampling`, an evaluation whose bits no batch changes. It holds every launch
     for those for which it is `complete`, else one of each shape class.
     """
 
     preset: str
     batch: int
     dtype: torch.dtype = torch.float16
-    of_all_runs: tuple[int, ...] = ()
+    in_table: tuple[int, ...] = ()
     complete: tuple[int, ...] = ()
     sampling: bool = False
 
@@ -44,14 +44,14 @@ class Case:
 
 WIDEST_FIRST = ("xxl", "xl", "l", "m", "xs", "xxs")
 CASES = [
-    Case("edm2-img512-s", 256, of_all_runs=CAPABILITIES, complete=(90,)),
-    Case("edm2-img512-s", 8, of_all_runs=(90,)),
-    Case("edm2-img512-s", 1, of_all_runs=(90,), sampling=True),
-    Case("edm2-img512-s", 64, of_all_runs=CAPABILITIES, sampling=True),
+    Case("edm2-img512-s", 256, in_table=CAPABILITIES, complete=(90,)),
+    Case("edm2-img512-s", 8, in_table=(90,)),
+    Case("edm2-img512-s", 1, in_table=(90,), sampling=True),
+    Case("edm2-img512-s", 64, in_table=CAPABILITIES, sampling=True),
     *(Case(f"edm2-img512-{size}", 8) for size in WIDEST_FIRST),
     Case("digits", 128),
     Case("digits", 128, torch.bfloat16),
-    Case("edm2-img512-s", 8, torch.float32, of_all_runs=(90,)),
+    Case("edm2-img512-s", 8, torch.float32, in_table=(90,)),
 ]
 
 

@@ -23,7 +23,7 @@ def violations(job: Job, loops: tuple[Loop, ...]) -> Iterator[str]:
     if job.name not in KERNELS:
         return
     demand = step(job)
-    if not loops and _steps(job) >= LEAST_STEPS:
+    if not loops and steps(job) >= LEAST_STEPS:
         yield "no loop over its products"
     for loop in loops:
         if loop.multiply_adds < demand:
@@ -43,13 +43,15 @@ def step(job: Job) -> int:
     return (o["BM0"] + o["BM1"]) * (o["BN0"] + o["BN1"]) * pixels
 
 
-def _steps(job: Job) -> int:
+def steps(job: Job) -> int:
     """Known before the launch."""
     o = dict(job.options)
+    if job.name not in KERNELS:
+        return 0
     return o["TAPS"] * -(-o["K"] // o["BLOCK_K"]) if job.name == "conv_kernel" else LEAST_STEPS
 
 
-def _tile(job: Job) -> tuple[str, ...]:
+def tile(job: Job) -> tuple[str, ...]:
     """What a row stands for."""
     o = dict(job.options)
     pixels = o["BI"] * o["BH"] * o["BW"]
@@ -68,11 +70,11 @@ def _sum(options: dict[str, Any], name: str) -> str:
 
 def rows(facts: dict[Job, Facts]) -> table.Rows:
     found: table.Rows = {}
-    for job in sorted((x for x, f in facts.items() if x.name in KERNELS and f.loops), key=_steps, reverse=True):
+    for job in sorted((x for x, f in facts.items() if x.name in KERNELS and f.loops), key=steps, reverse=True):
         loop = facts[job].loops[0]
-        steps = loop.multiply_adds // step(job) if job.capability < 100 else 1  # which tell no shapes
-        counts = {"steps": steps, **loop._asdict()}
-        found.setdefault(_tile(job), tuple(str(counts[name]) for name in COUNTS))
+        unrolled = loop.multiply_adds // step(job) if job.capability < 100 else 1  # which tell no shapes
+        counts = {"steps": unrolled, **loop._asdict()}
+        found.setdefault(tile(job), tuple(str(counts[name]) for name in COUNTS))
     return found
 
 

@@ -15,11 +15,11 @@ Rows = dict[tuple[str, ...], tuple[str, ...]]
 
 
 def rows(facts: dict[Job, Facts]) -> Rows:
-    return {
-        (f"sm_{job.capability}", job.name, job.arguments, job.constants): tuple(str(getattr(x, name)) for name in FACTS)
-        for job, x in facts.items()
-        if not x.failure
-    }
+    return {key(job): tuple(str(getattr(x, name)) for name in FACTS) for job, x in facts.items() if not x.failure}
+
+
+def key(job: Job) -> tuple[str, ...]:
+    return f"sm_{job.capability}", job.name, job.arguments, job.constants
 
 
 def write(table: Rows, path: Path = PATH, header: tuple[str, ...] = (*KEYS, *FACTS)) -> None:
