@@ -67,9 +67,11 @@ class Fit(NamedTuple):
 
 
 def fit(in_ofs: ArrayLike, in_std: ArrayLike, out_ofs: ArrayLike, out_std: ArrayLike) -> Fit:
-    """`solve_posthoc_coefficients`, and how good they are."""
+    """`solve_posthoc_coefficients`, and how good they are. ValueError for impossible widths and times, and for duplicates."""
     in_ofs, in_std = np.broadcast_arrays(np.ravel(in_ofs), np.ravel(in_std))
     out_ofs, out_std = np.broadcast_arrays(np.ravel(out_ofs), np.ravel(out_std))
+    if not (in_ofs > 0).all() or len(set(zip(in_ofs.tolist(), in_std.tolist()))) < len(in_ofs):
+        raise ValueError("stored averages at a time that is not positive, or two of one time and width")
     coefficients = solve_posthoc_coefficients(in_ofs, in_std, out_ofs, out_std)
     edges = np.unique(np.concatenate([[0.0], in_ofs, out_ofs]))  # between them, profiles are smooth
     x, weights = np.polynomial.legendre.leggauss(48)

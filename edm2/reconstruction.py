@@ -16,6 +16,7 @@ from tqdm import tqdm
 from edm2.arguments import check_arguments
 from edm2.errors import UserError
 from edm2.files import make_folder, replacing
+from edm2.names import kimg_name, snapshot_name
 from edm2.network import Precond
 from edm2.networks import open_pieces
 from edm2.phema import MAX_STD, Fit, fit
@@ -23,7 +24,9 @@ from edm2.pickled import DAMAGE, Refused
 from edm2.piecewise import OpenSnapshot, Writer
 from edm2.snapshot import metadata_of
 
+SPARE = 100  # files that are open besides
 AT_ONCE = 2**26  # numbers of all inputs and outputs
+FEATURES = "freqs", "phases"  # how the names of buffers end
 SUFFIXES = ".safetensors", ".pkl"
 
 
@@ -35,6 +38,7 @@ class Source(NamedTuple):
     std: float
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
+    features: bytes  # the Fourier features, which each run draws for itself, in half precision
 
 
 @dataclass(frozen=True)
@@ -75,18 +79,20 @@ def make_plan(
     overrides: Sequence[tuple[str, float]] = (),
 ) -> Plan:
     """Of snapshots (or pickles) of one network: those of the widths `in_stds` (default: all) up to the time `kimg`, thousands of
-    images as in names (57: 57,344 images) or exactly (default: the last), at which one must lie. Tensors are not read.
+    images as in names (57: 57,344 images; default: the last), at which one must lie. Tensors are not read.
     UserError that names the file for what does not fit together.
     """
     sources = [source for source in map(_source, paths) if in_stds is None or any(abs(source.std - std) < 5e-4 for std in in_stds)]
     if not sources:
         raise UserError(f"none of the {len(paths)} snapshots is an average of σ_rel {', '.join(f'{std:g}' for std in in_stds or [])}")
-    times = sorted({source.nimg for source in sources})
-    chosen = [time for time in times if kimg is None or kimg in (time / 1000, time // 1000)]
-    if not chosen:
-        shown = ", ".join(f"{time / 1000:.1f}" for time in times[-8:])
-        raise UserError(f"there is no snapshot at {kimg:g} thousand images; there are some at {shown}")
-    nimg = chosen[-1]
+    for std in in_stds or []:
+        if not any(abs(source.std - std) < 5e-4 for source in sources):
+            raise UserError(f"none of the snapshots is an average of σ_rel {std:g}")
+    times = {float(kimg_name(source.nimg)): source.nimg for source in sorted(sources, key=lambda source: source.nimg)}
+    if kimg is not None and kimg not in times:
+        nearest = min(times, key=lambda time: abs(time - kimg))
+        raise UserError(f"there is no snapshot at {kimg:g} thousand images; the nearest is at {nearest:g}")
+    nimg = max(times.values()) if kimg is None else times[kimg]
     used = sorted((source for source in sources if source.nimg <= nimg), key=lambda source: (source.nimg, source.std))
     for a, b in zip(used, used[1:]):
         if (a.nimg, a.std) == (b.nimg, b.std):
@@ -95,14 +101,25 @@ def make_plan(
         if (other := _difference(used[-1], source)) is not None:
             raise UserError(f"{source.path} is of another network than {used[-1].path}: {other}")
     plan = Plan(used, nimg, list(stds), list(overrides))
-    names = used[-1].shapes
+    check_widths([*plan.stds, *(std for _, std in plan.overrides)])
     for pattern, _ in plan.overrides:
+        names, _ = _names(used[-1])
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"no tensor is called {pattern}; some are called {', '.join(list(names)[:3])}")
-    for std in (*plan.stds, *(std for _, std in plan.overrides)):
-        if not 0 < std < MAX_STD:
-            raise UserError(f"σ_rel {std:g} is impossible: it lies between 0 and {MAX_STD:.4f}")
+            raise UserError(f"no parameter is called {pattern}; some are called {', '.join(names[:3])}")
     return plan
+
+
+def check_widths(stds: Sequence[float]) -> None:
+    """UserError for one that is impossible."""
+    for std in stds:
+        if not 0 < std < MAX_STD:
+            raise UserError(f"σ_rel {std:g} is impossible: it lies between 0 and {MAX_STD:.6f}")
+
+
+def missing(plan: Plan) -> list[str]:
+    """Names of snapshots that other times have."""
+    there, stds = {(source.nimg, source.std) for source in plan.sources}, sorted({source.std for source in plan.sources})
+    return [snapshot_name(nimg, std) for nimg in sorted({nimg for nimg, _ in there}) for std in stds if (nimg, std) not in there]
 
 
 def _source(path: Path) -> Source:
@@ -110,13 +127,17 @@ def _source(path: Path) -> Source:
         nimg, std = found.meta.get("nimg"), found.meta.get("std")
         if type(nimg) is not int or nimg <= 0 or type(std) is not float or not 0 < std < MAX_STD:
             raise UserError(f"{path} does not say of how many images (nimg) and which width (std) it is the average")
-        return Source(path, nimg, std, found.config, {name: piece.shape for name, piece in found.tensors.items()})
+        shapes = {name: piece.shape for name, piece in found.tensors.items()}
+        features = [found.tensors[name].read().half() for name in sorted(shapes) if name.endswith(FEATURES)]
+        return Source(path, nimg, std, found.config, shapes, b"".join(x.numpy().tobytes() for x in features))
 
 
 def _difference(a: Source, b: Source) -> str | None:
     for name in a.config.keys() | b.config.keys():
         if a.config.get(name) != b.config.get(name):
             return f"{name} is {b.config.get(name)} and not {a.config.get(name)}"
+    if a.features != b.features:
+        return "it belongs to another run, as its Fourier features tell"
     names = [name for name in a.shapes.keys() | b.shapes.keys() if a.shapes.get(name) != b.shapes.get(name)]
     return f"{min(names)} is {b.shapes.get(min(names))} and not {a.shapes.get(min(names))}" if names else None
 
@@ -127,6 +148,7 @@ def reconstruct_files(plan: Plan, outs: Sequence[Path], dtype: torch.dtype = tor
     inputs and where `outs` cannot be written."""
     for folder in {path.parent for path in outs}:
         make_folder(folder)
+    _allow_files(len(plan.sources) + len(outs) + SPARE)
     with ExitStack() as stack:
         inputs = [stack.enter_context(open_pieces(source.path)) for source in plan.sources]
         last = inputs[-1]
@@ -176,7 +198,18 @@ def _check_room(outs: Sequence[Path], forms: dict[str, tuple[tuple[int, ...], to
     for folder in {out.parent for out in outs}:
         needed, free = size * sum(out.parent == folder for out in outs), shutil.disk_usage(folder).free
         if needed > free:
-            raise UserError(f"{folder} has {free / 2**30:.1f} GiB free, and the averages take {needed / 2**30:.1f} GiB")
+            raise UserError(f"{folder} has {free / 2**20:,.1f} MiB free, and the averages take {needed / 2**20:,.1f} MiB")
+
+
+def _allow_files(count: int) -> None:
+    """To be open at a time, as far as the system lets us."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard))
 
 
 def _combine(plan: Plan, inputs: Sequence[OpenSnapshot], names: list[str], dtype: torch.dtype, write: Callable[[Tensor], None]) -> None:
@@ -203,7 +236,7 @@ def _combine(plan: Plan, inputs: Sequence[OpenSnapshot], names: list[str], dtype
                 coefficients[stds] = torch.from_numpy(plan.fit(stds).coefficients.T).float().contiguous()
             result = results[i % 2][: outs * size].view(outs, size)
             result.copy_(torch.mm(coefficients[stds], rows, out=sums[: outs * size].view(outs, size)))
-            _check_numbers(name, coefficients[stds], rows, result)
+            _check_numbers(plan, name, coefficients[stds], rows, result)
             if going is not None:
                 going.result()
             going = writer.submit(write, result)
@@ -232,8 +265,11 @@ def _read(plan: Plan, inputs: Sequence[OpenSnapshot], name: str, start: int, row
     return rows
 
 
-def _check_numbers(name: str, coefficients: Tensor, rows: Tensor, result: Tensor) -> None:
+def _check_numbers(plan: Plan, name: str, coefficients: Tensor, rows: Tensor, result: Tensor) -> None:
     """UserError unless all are finite; looked at only where they might not be."""
     largest = coefficients.abs() @ torch.linalg.vector_norm(rows, torch.inf, dim=1)
     if not (largest < torch.finfo(result.dtype).max).all() and not result.isfinite().all():
-        raise UserError(f"{name} of the snapshots has numbers that are not finite, or its averages some too large for their type")
+        for source, row in zip(plan.sources, rows):
+            if not row.isfinite().all():
+                raise UserError(f"{source.path} is damaged: {name} has numbers that are not finite")
+        raise UserError(f"averages of {name} are too large for {result.dtype}; make them in fp32")

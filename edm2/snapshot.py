@@ -114,7 +114,7 @@ def read_file(path: str | Path, take: Callable[[Any], T], device: str | torch.de
         with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             taken = take(file)
-    except (safetensors.SafetensorError, OSError) as e:
+    except (safetensors.SafetensorError, OSError, RuntimeError) as e:  # the latter where too many files are open
         raise UserError(f"{path} is truncated or no safetensors file ({e})") from e
     if metadata.get("edm2") != FORMAT:
         raise UserError(f"{path} is a safetensors file, but not a snapshot of this project (layout {FORMAT})")

@@ -126,10 +126,12 @@ class NonfiniteGuard:
 
 
 def read_stats(run: str | Path) -> list[dict[str, Any]]:
-    """The status lines of a run's folder, oldest first. UserError if there are none to read."""
+    """The status lines of a run's folder, oldest first, without one that is cut off. UserError if there are none to read."""
     path = Path(run) / "stats.jsonl"
     try:
-        stats = [json.loads(line) for line in path.read_text().splitlines()]
+        text = path.read_text()
+        whole = text[: text.rfind("\n") + 1]  # a process that was killed may have written half of a line
+        stats = [json.loads(line) for line in whole.splitlines()]
         return [{key: value if isinstance(value, dict | None) else float(value) for key, value in line.items()} for line in stats]
     except (OSError, AttributeError, OverflowError, RecursionError, TypeError, ValueError) as e:
         raise UserError(f"{path} cannot be read ({e}); give the --outdir of a training run") from e

@@ -76,5 +76,8 @@ def test_the_command(tmp_path):
     told = call(main, "calibrate", str(tmp_path)).output.splitlines()
     assert told[0].startswith("Note: u(σ) is 35% off") and told[1] == "suggested: --P_mean=-1.00 --P_std=0.80"
     assert (tmp_path / "noise_levels.png").read_bytes()[:4] == b"\x89PNG"
+    with open(tmp_path / "stats.jsonl", "a") as file:
+        file.write('{"Loss/by_noise_le')  # by a process that was killed
+    assert call(main, "calibrate", str(tmp_path)).output.splitlines() == told
     assert "cannot write" in refused(main, "calibrate", str(tmp_path), f"--out={tmp_path / 'none' / 'a.png'}")
     assert "stats.jsonl cannot be read" in refused(main, "calibrate", str(tmp_path / "none"))

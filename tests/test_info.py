@@ -183,7 +183,7 @@ def test_odd_runs(run):
     """Whose status lines say nothing."""
     (run / "stats.jsonl").write_text("{}\n")
     assert describe(run)["kind"] == "training run"
-    for text in ("[" * 200_000, '{"a": 1' + "0" * 400 + "}"):
+    for text in ("[" * 200_000 + "\n", '{"a": 1' + "0" * 400 + "}\n"):
         (run / "stats.jsonl").write_text(text)
         assert "stats.jsonl cannot be read" in refused(main, "info", str(run))
     (run / "training_options.json").write_text("[" * 200_000)

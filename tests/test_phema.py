@@ -140,6 +140,12 @@ def test_published_errors_of_fit(std, expected):
         assert found.amplification[0] == pytest.approx(np.linalg.norm(found.coefficients))
 
 
+@pytest.mark.parametrize("times", [[10, 10], [0, 10], [-1, 10]])
+def test_averages_that_cannot_be_fitted(times):
+    with pytest.raises(ValueError, match="not positive, or two of one time and width"):
+        phema.fit(times, [0.05, 0.05], 10, [0.07])
+
+
 def undivided(in_ofs, in_std, out_ofs, out_std):
     inner = phema.power_function_correlation
     A = inner(in_ofs[:, None], in_std[:, None], in_ofs, in_std)

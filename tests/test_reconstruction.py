@@ -132,11 +132,12 @@ class TestFiles:
             return x
 
         monkeypatch.setattr(edm2.piecewise.Slice, "read", counted)
-        plan = make_plan(sorted(run.iterdir()), [0.03, 0.05, 0.07, 0.15])
-        assert not counts
-        reconstruct_files(plan, [tmp_path / f"{i}.safetensors" for i in range(4)])
         net = tiny_net(img_channels=4)
         parameters, everything = (sum(x.numel() for x in of) for of in (net.parameters(), net.state_dict().values()))
+        plan = make_plan(sorted(run.iterdir()), [0.03, 0.05, 0.07, 0.15])
+        assert set(counts.values()) == {everything - parameters}  # Fourier features
+        counts.clear()
+        reconstruct_files(plan, [tmp_path / f"{i}.safetensors" for i in range(4)])
         assert sorted(counts.values()) == [parameters] * 7 + [everything]
 
 
@@ -145,7 +146,6 @@ class TestChoices:
         """By width, prefix and time; several folders and files."""
         assert "4 snapshots at 4 times" in phema(f"--indir={run}", "--instd=0.05", "--outstd=0.06", "--dry-run")
         assert "4 snapshots at 2 times, the last after 2,048 images" in phema(f"--indir={run}", "--outkimg=2", "--outstd=0.06", "--dry-run")
-        assert "the last after 3,072 images" in phema(f"--indir={run}", "--outkimg=3.072", "--outstd=0.06", "--dry-run")
         (run / "other-a.safetensors").write_bytes((run / snapshot_name(1024, 0.05)).read_bytes())
         assert "8 snapshots" in phema(f"--indir={run}", "--outstd=0.06", "--dry-run")
         one = f"--indir={run / snapshot_name(1024, 0.1)}"
@@ -169,7 +169,8 @@ class TestChoices:
 
     def test_lists_of_widths(self, run):
         lines = phema(f"--indir={run}", "--outstd=0.010,0.015,...,0.250", "--dry-run").splitlines()
-        assert [line.split()[0] for line in lines[2:]] == [f"{0.005 * i:.3f}" for i in range(2, 51)]
+        assert [line.split()[0] for line in lines[2:-1]] == [f"{0.005 * i:.3f}" for i in range(2, 51)]
+        assert lines[-1].startswith("Note: averages whose error of fit is above 10% are not")
         for wrong in ("0.01,...,0.25", "0.010,0.015,...,0.251", "...", "a", "0.1,", "nan", "0.1,0.1,...,0.2"):
             result = call(main, "phema", f"--indir={run}", f"--outstd={wrong}", "--dry-run")
             assert result.exit_code == 2 and "is no list of numbers" in result.output, wrong
@@ -183,9 +184,14 @@ class TestBadInput:
             (["--outstd=0.2887"], "σ_rel 0.2887 is impossible"),
             (["--outstd=0"], "σ_rel 0 is impossible"),
             (["--outstd=0.1", "--tensor=*gain=0.3"], "σ_rel 0.3 is impossible"),
-            (["--outstd=0.1", "--tensor=dec=0.1"], "no tensor is called dec"),
+            (["--outstd=0.1", "--tensor=*freqs=0.1"], "no parameter is called *freqs"),
+            (["--outstd=0.1", "--instd=0.05,0.2"], "none of the snapshots is an average of σ_rel 0.2"),
+            (["--outstd=0.5", "--indir=https://example.org/a.pkl"], "σ_rel 0.5 is impossible"),
+            (["--outstd=0.1", "--indir=https://example.org/a.pkl"], "give the folder for the averages of an address with --outdir"),
+            (["--outstd=0.1", "plan", "--duration=2Gi"], "options of `phema plan` come behind its name"),
+            (["--outstd=0.1", "--tensor=dec=0.1"], "no parameter is called dec"),
             (["--outstd=0.1", "--instd=0.2"], "none of the 8 snapshots is an average of σ_rel 0.2"),
-            (["--outstd=0.1", "--outkimg=3000"], "there is no snapshot at 3000 thousand images; there are some at 1.0, 2.0, 3.1, 4.1"),
+            (["--outstd=0.1", "--outkimg=3000"], "there is no snapshot at 3000 thousand images; the nearest is at 4"),
             (["--outstd=0.1", "--inprefix=x"], "holds no x"),
             (["--outstd=0.1,0.1001"], "have the same three decimals"),
             (["--outstd=0.1", "--outprefix=network-snapshot"], "is an input; choose another --outprefix"),
@@ -210,6 +216,25 @@ class TestBadInput:
         line = refused(main, "phema", f"--indir={run}", "--outstd=0.1")
         assert "0000001-0.050.safetensors is of another network" in line and "label_dim is 5 and not 3" in line
 
+    def test_other_runs(self, run):
+        """Of the same network: they drew other Fourier features."""
+        path = save(run, 5120, 0.05)
+        other = network(5120, 0.05, img_channels=4)
+        other.unet.emb_fourier.freqs.mul_(2)
+        edm2.save_snapshot(path, other, meta={"nimg": 5120, "std": 0.05})
+        assert "it belongs to another run, as its Fourier features tell" in refused(main, "phema", f"--indir={run}", "--outstd=0.1")
+
+    def test_a_snapshot_that_is_missing(self, run):
+        """Is named; so is a bad fit."""
+        (run / snapshot_name(4096, 0.05)).unlink()
+        told = phema(f"--indir={run}", "--outstd=0.05", "--dry-run")
+        assert "Note: there is no network-snapshot-0000004-0.050.safetensors." in told and "above 10% are not what they are named" in told
+
+    def test_few_files_may_be_open(self, run, tmp_path):
+        command = [sys.executable, "-m", "edm2", "phema", f"--indir={run}", f"--outdir={tmp_path}", "--outstd=0.05,0.07"]
+        result = subprocess.run(["sh", "-c", 'ulimit -S -n 20; exec "$@"', "sh", *command], cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+
     def test_damage(self, run, tmp_path):
         path = run / snapshot_name(2048, 0.05)
         path.write_bytes(path.read_bytes()[:-10])
@@ -224,8 +249,10 @@ class TestBadInput:
         with torch.no_grad():
             net.unet.out_gain.fill_(value)
         edm2.save_snapshot(run / snapshot_name(2048, 0.05), net, meta={"nimg": 2048, "std": 0.05}, dtype=torch.float32)
-        line = refused(main, "phema", f"--indir={run}", f"--outdir={tmp_path / 'out'}", "--outstd=0.15")
-        assert "unet.out_gain of the snapshots has numbers that are not finite" in line and not list((tmp_path / "out").iterdir())
+        line = refused(main, "phema", f"--indir={run}", f"--outdir={tmp_path / 'out'}", "--outstd=0.15").splitlines()[-1]
+        finite = "averages of unet.out_gain are too large for torch.float16"
+        words = finite if value == 1e30 else "network-snapshot-0000002-0.050.safetensors is damaged: unet.out_gain has numbers"
+        assert words in line and not list((tmp_path / "out").iterdir())
 
     def test_a_damaged_pickle(self, tmp_path):
         """Is named, though others are open too."""
@@ -243,7 +270,7 @@ class TestBadInput:
         out = tmp_path / "out"
         usage = reconstruction.shutil.disk_usage
         monkeypatch.setattr(reconstruction.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
-        assert "GiB free, and the averages take" in refused(main, "phema", f"--indir={run}", f"--outdir={out}", "--outstd=0.1,0.15")
+        assert "MiB free, and the averages take" in refused(main, "phema", f"--indir={run}", f"--outdir={out}", "--outstd=0.1,0.15")
         monkeypatch.setattr(reconstruction.shutil, "disk_usage", usage)
         write = edm2.piecewise.Writer.write
 
@@ -261,15 +288,16 @@ class TestPlan:
     def test_how_often(self):
         """Twice as often until every width can be made so well."""
         lines = call(main, "phema", "plan", "--duration=2Gi", "--outstd=0.15", "--accuracy=0.004").output.splitlines()
-        errors = [
-            edm2.phema.fit(np.repeat(np.arange(1, n + 1) / n, 2), np.tile([0.05, 0.1], n), 1, 0.15).error[0] for n in (1, 2, 4, 8, 16, 32)
-        ]
-        assert [line.split()[3] for line in lines[1:7]] == [f"{error:.3%}" for error in errors]
-        assert lines[-1] == "train.py --duration=2147483648 --snapshot=65536Ki will do: 64 networks"
+        counts = 1, 2, 4, 8, 16, 32
+        errors = [edm2.phema.fit(np.repeat(np.arange(1, n + 1) / n, 2), np.tile([0.05, 0.1], n), 1, 0.15).error[0] for n in counts]
+        assert [line.split()[2] for line in lines[1:7]] == [f"{error:.3%}" for error in errors]
+        assert [line.split()[0] for line in lines[1:7]] == [f"{2048 // n}Mi" for n in counts]
+        assert lines[-1] == "64 snapshots: every 67,108,864 images of 2,147,483,648, widths [0.05, 0.1]"
         assert errors[-1] <= 0.004 < errors[-2]
+        assert "widths [0.05]" in call(main, "phema", "plan", "--duration=10000", "--outstd=0.05", "--instd=0.05,0.05").output
 
     def test_what_cannot_be(self):
-        assert "are not enough for errors of 1e-09" in refused(main, "phema", "plan", "--duration=2Gi", "--accuracy=1e-9")
+        assert "that is not enough for errors of 1e-09" in refused(main, "phema", "plan", "--duration=2Gi", "--accuracy=1e-9")
         assert "σ_rel 0.5 is impossible" in refused(main, "phema", "plan", "--duration=2Gi", "--outstd=0.5")
 
 
@@ -280,6 +308,9 @@ def test_plot(run, tmp_path):
         assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert "give either" in refused(main, "phema", "plot", f"--out={tmp_path / 'b.png'}")
     assert "cannot write" in refused(main, "phema", "plot", "--times=2", f"--out={tmp_path / 'none' / 'b.png'}")
+    assert "cannot write" in refused(main, "phema", "plot", "--times=2", f"--out={tmp_path / 'a.xyz'}")
+    assert "--outkimg chooses" in refused(main, "phema", "plot", "--times=2", "--outkimg=3")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "a.png"}
 
 
 SCRIPT = """

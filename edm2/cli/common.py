@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from edm2.errors import UserError
+from edm2.files import replacing
 from edm2.presets import Ki, Mi
 
 
@@ -149,8 +150,9 @@ def figure_class() -> Any:
 
 
 def save_figure(figure: Any, out: Path) -> None:
-    """UserError where it cannot be written."""
-    try:
-        figure.savefig(out)
-    except (OSError, ValueError) as e:  # the latter for a suffix that it does not know
-        raise UserError(f"cannot write {out}: {getattr(e, 'strerror', None) or e}") from e
+    """UserError where it cannot be written; what is there then stays."""
+    with replacing(out) as temporary:
+        try:
+            figure.savefig(temporary, format=out.suffix[1:] or "png")
+        except ValueError as e:  # for a suffix that it does not know
+            raise UserError(f"cannot write {out}: {e}") from e

@@ -7,6 +7,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
+from click.core import ParameterSource
 
 from edm2.cli.common import Float, FloatList, Group, ImageCount, figure_class, save_figure
 from edm2.download import is_url
@@ -14,10 +15,11 @@ from edm2.errors import UserError
 from edm2.files import user_path
 from edm2.names import snapshot_name
 from edm2.networks import CACHE, network_file
-from edm2.phema import MAX_STD, fit, profile
-from edm2.reconstruction import Plan, make_plan, reconstruct_files, snapshot_files
+from edm2.phema import fit, profile
+from edm2.reconstruction import Plan, check_widths, make_plan, missing, reconstruct_files, snapshot_files
 
 PLACE = "DIR|FILE|URL"
+POOR = 0.1  # error of fit
 TIMES_AT_MOST = 512  # that `plan` looks at
 
 
@@ -55,7 +57,7 @@ def input_options(command: Callable) -> Callable:
 @click.option("--outstd", type=FloatList(), help="Widths to make: 0.05,0.10 or 0.010,0.015,...,0.250.")
 @click.option("--tensor", "overrides", type=Override(), multiple=True, help="Another width for tensors whose names match; may be repeated.")
 @click.option("--dtype", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Of the stored parameters.")
-@click.option("--skip", is_flag=True, help="Leave out averages whose files are there.")
+@click.option("--skip", is_flag=True, help="Leave out averages whose files are there, whatever they hold.")
 @click.option("--dry-run", is_flag=True, help="Tell what would be made, and how well.")
 @click.pass_context
 def phema(
@@ -68,9 +70,15 @@ def phema(
     errors of the snapshots, as their rounding to fp16, grow.
     """
     if ctx.invoked_subcommand is not None:
+        given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if given:
+            raise UserError(f"options of `phema {ctx.invoked_subcommand}` come behind its name")
         return
     if outstd is None:
         raise UserError("give the widths to make with --outstd, e.g. 0.05,0.10 or 0.010,0.015,...,0.250")
+    check_widths([*outstd, *(std for _, std in overrides)])
+    if outdir is None and any(map(is_url, indir)):
+        raise UserError("give the folder for the averages of an address with --outdir")
     paths = _inputs(indir, inprefix)
     plan = make_plan(paths, outstd, outkimg, instd, overrides)
     folder = user_path(outdir or paths[0].parent)
@@ -111,8 +119,12 @@ def _table(plan: Plan) -> str:
     widths = list(plan.stds) + [std for _, std in plan.overrides]
     names = [""] * len(plan.stds) + [f"   of {pattern}" for pattern, _ in plan.overrides]
     found = plan.fit(widths)
+    notes = [f"Note: there is no {name}." for name in missing(plan)[:5]]
+    if (found.error > POOR).any():
+        notes += [f"Note: averages whose error of fit is above {POOR:.0%} are not what they are named; see `phema plan`."]
     rows = zip(widths, found.error, found.amplification, names)
-    return "\n".join(lines + [f"  {std:.3f}   {error:11.3%}   {growth:14.2f}x{name}" for std, error, growth, name in rows])
+    lines += [f"  {std:.3f}   {error:11.3%}   {growth:14.2f}x{name}" for std, error, growth, name in rows]
+    return "\n".join(lines + notes)
 
 
 @phema.command()
@@ -122,25 +134,30 @@ def _table(plan: Plan) -> str:
 @click.option("--accuracy", type=Float(above=0), default=0.01, show_default=True, help="Error of fit that will do.")
 def plan(duration: int, outstd: list[float], instd: list[float], accuracy: float) -> None:
     """Tell how often a run must save snapshots, so that averages of these widths can be made at its end."""
-    _check_widths([*outstd, *instd])
+    check_widths([*outstd, *instd])
+    instd = list(dict.fromkeys(instd))
     click.echo("snapshots every   times   worst error of fit   growth of rounding")
     times = 1
-    while True:
+    while times <= duration:
         found = fit(*_regular(times, instd), 1.0, outstd)
         worst = int(found.error.argmax())
         end = f"{found.error[worst]:14.3%} ({outstd[worst]:g})   {found.amplification.max():14.2f}x"
-        click.echo(f"{duration / times / 2**20:11.2f} Mi   {times:5}   {end}")
+        click.echo(f"{_count(duration // times):>15}   {times:5}   {end}")
         if found.error[worst] <= accuracy:
-            click.echo(f"train.py --duration={duration} --snapshot={_ki(duration // times)} will do: {times * len(instd)} networks")
+            click.echo(f"{times * len(instd)} snapshots: every {duration // times:,} images of {duration:,}, widths {instd}")
             return
         if times >= TIMES_AT_MOST:
-            raise UserError(f"{times} times are not enough for errors of {accuracy:g}; track wider or narrower averages, or allow for more")
+            break
         times *= 2
+    raise UserError(f"that is not enough for errors of {accuracy:g}: track wider or narrower averages, or allow for more")
 
 
-def _ki(nimg: int) -> str:
-    """A count of images no larger, as train.py takes it."""
-    return f"{nimg // 1024}Ki" if nimg >= 1024 else str(nimg)
+def _count(nimg: int) -> str:
+    """Images, as train.py takes their number."""
+    for unit, size in (("Mi", 2**20), ("Ki", 2**10)):
+        if nimg >= size and nimg % size == 0:
+            return f"{nimg // size}{unit}"
+    return str(nimg)
 
 
 def _regular(times: int, stds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -166,8 +183,10 @@ def plot_fit(
     if (times is None) == (not indir):
         raise UserError("give either the folder of a run's snapshots with --indir, or a number of --times")
     if times is not None:
-        _check_widths([*outstd, *(instd or [])])
-        stored, end = _regular(times, instd or [0.05, 0.10]), 1.0
+        if outkimg is not None:
+            raise UserError("--outkimg chooses a time of --indir, and --times ends at 1")
+        check_widths([*outstd, *(instd or [])])
+        stored, end = _regular(times, list(dict.fromkeys(instd or [0.05, 0.10]))), 1.0
     else:
         plan = make_plan(_inputs(indir, inprefix), outstd, outkimg, instd)
         stored, end = zip(*((source.nimg, source.std) for source in plan.sources)), float(plan.nimg)
@@ -193,9 +212,3 @@ def draw(in_ofs: np.ndarray, in_std: np.ndarray, end: float, stds: Sequence[floa
         panel.legend(loc="upper left")
     axes[-1].set(xlabel="training time, as a share of the whole", xlim=(0, 1))
     save_figure(figure, out)
-
-
-def _check_widths(stds: Sequence[float]) -> None:
-    for std in stds:
-        if not 0 < std < MAX_STD:
-            raise UserError(f"σ_rel {std:g} is impossible: it lies between 0 and {MAX_STD:.4f}")
