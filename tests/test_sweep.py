@@ -151,11 +151,11 @@ class TestValues:
 
     def test_intervals(self, run, data):
         """Without guidance there is one; all others are points of their own."""
-        intervals = "--guidance-interval=1,100", "--guidance-interval=0,inf"
+        intervals = "--guidance-interval=0,1", "--guidance-interval=0,inf"
         points = swept(run, "--std=0.08", "--guidance=1,2", *intervals)
-        assert [(p["guidance"], p["interval"]) for p in points] == [(1, None), (2, ["1.0", "100.0"]), (2, None)]
+        assert [(p["guidance"], p["interval"]) for p in points] == [(1, None), (2, ["0.0", "1.0"]), (2, None)]
         net = average(run, 0.08)
-        for p, interval in zip(points[1:], ((1, 100), (0, math.inf))):
+        for p, interval in zip(points[1:], ((0, 1), (0, math.inf))):
             expected = value(run, data, net, gnet=edm2.Unlabelled(net), guidance=2, guidance_interval=interval)
             assert p["value"] == pytest.approx(expected, rel=1e-3)
 
