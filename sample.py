@@ -17,7 +17,7 @@ from edm2.errors import UserError
 from edm2.files import sha256, user_path
 from edm2.folding import fold
 from edm2.generate import ImageGenerator
-from edm2.guidance import Unlabelled
+from edm2.guidance import Unlabelled, check_fits
 from edm2.latents import Encoder, LatentEncoder, RGBEncoder
 from edm2.network import Precond
 from edm2.networks import CACHE, is_pickle, network_file, open_snapshot
@@ -141,12 +141,8 @@ def check_guide(net: Precond, guide: nn.Module | None, files: Published) -> None
         raise UserError(
             f"--guidance {files.guidance} needs a guide network: give --gnet (only one trained with --label-dropout guides itself)"
         )
-    if not isinstance(guide, Precond):
-        return
-    if (guide.img_channels, guide.img_resolution) != (net.img_channels, net.img_resolution):
-        raise UserError(f"{files.gnet} makes images of another size than {files.net}")
-    if guide.label_dim not in (0, net.label_dim):
-        raise UserError(f"{files.gnet} knows {guide.label_dim} classes, {files.net} {net.label_dim}")
+    if isinstance(guide, Precond):
+        check_fits(net.config, guide.config, files.net, files.gnet)
 
 
 def recipe(files: Published, guide: nn.Module | None, heun: Heun, encoder: Encoder, fast: bool, device: torch.device) -> dict[str, Any]:

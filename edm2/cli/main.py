@@ -10,6 +10,7 @@ from edm2.cli.metrics import metrics
 from edm2.cli.network import export_network, import_networks
 from edm2.cli.phema import phema
 from edm2.cli.plot import plot
+from edm2.cli.sweep import sweep
 from edm2.version import __version__
 
 
@@ -27,3 +28,4 @@ main.add_command(info)
 main.add_command(metrics)
 main.add_command(phema)
 main.add_command(plot)
+main.add_command(sweep)

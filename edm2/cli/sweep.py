@@ -1,0 +1,159 @@
+"""`python -m edm2 sweep`: the best width of the average, guidance weight and guidance interval of a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from tqdm import tqdm
+
+from edm2.averages import RunAverages
+from edm2.backends import full_precision
+from edm2.checkpoint import OPTIONS
+from edm2.cli.common import Float, FloatList, Interval, IntList, figure_class, save_figure
+from edm2.data import ImageDataset
+from edm2.errors import UserError
+from edm2.features import check_measurable
+from edm2.metrics import METRICS, open_labelled
+from edm2.networks import network_file
+from edm2.sweep import EVERYWHERE, Guide, Point, Result, Sweep, check_pixels, file_guide, grid, run_guide, self_guide
+
+STDS = "0.020,0.030,0.040,0.055,0.075,0.100,0.140,0.200"
+POOR = 0.1  # error of a profile
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--std", "stds", type=FloatList(), default=STDS, show_default=True, help="Widths of the average, sigma_rel.")
+@click.option("--guidance", "guidances", type=FloatList(), default="1", show_default=True, help="Guidance weights; 1 = none.")
+@click.option("--guidance-interval", "intervals", type=Interval(), multiple=True, default=[EVERYWHERE],
+              help="Guide where LO < sigma <= HI; may be given several times.  [0,inf]")  # fmt: skip
+@click.option("--gnet", metavar="DIR|FILE|URL",
+              help="Guide: another run, of which the average of the same sigma_rel is taken, or a network.  "
+              "[the network itself if trained with --label-dropout]")  # fmt: skip
+@click.option("--data", metavar="ZIP|DIR", type=click.Path(path_type=Path), help="Dataset to compare with.  [the run's]")
+@click.option("--metric", type=click.Choice(list(METRICS)), default="frechet-small", show_default=True,
+              help="frechet-small: Fréchet distance by features of a small classifier of the dataset; for small images.")  # fmt: skip
+@click.option("--kimg", type=Float(above=0), help="Time in the run, in thousands of images as in its snapshots' names.  [the last]")
+@click.option("--gnet-kimg", type=Float(above=0), help="The same, in the guide's.  [the last]")
+@click.option("--seeds", type=IntList(), default="0-999", show_default=True, help="One image per seed; classes in turn.")
+@click.option("--steps", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help="Sampling steps.")
+@click.option("--batch", metavar="INT", type=click.IntRange(min=1), default=100, show_default=True, help="Images at a time.")
+@click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Where to.  [RUN/sweep]")
+def sweep(
+    run: Path, stds: list[float], guidances: list[float], intervals: tuple[tuple[float, float], ...], gnet: str | None, data: Path | None,
+    metric: str, kimg: float | None, gnet_kimg: float | None, seeds: list[int], steps: int, batch: int, out: Path | None,
+) -> None:  # fmt: skip
+    """Measure the training run in the folder RUN for all combinations of --std, --guidance and --guidance-interval.
+
+    Each result is a line of OUT/sweep.jsonl, and what is there is not made again; OUT/sweep.png shows them all.
+    """
+    full_precision()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    points = grid(stds, guidances, intervals)
+    if len(seeds) < 2:
+        raise UserError("--seeds: a metric needs two images at least")
+    averages = RunAverages(run, kimg)
+    check_pixels(averages)
+    note_errors(averages, stds)
+    dataset = open_data(averages, data)
+    guide = choose_guide(averages, gnet, gnet_kimg, device) if any(point.guidance != 1 for point in points) else None
+    out = out or run / "sweep"
+    measured = Sweep(averages, METRICS[metric](dataset, out, device), out, guide, seeds, steps, batch, device)
+    measure(measured, points)
+    best = min(measured.known(points), key=lambda result: result.value)
+    click.echo(f"lowest: {tell(best, metric)}")
+    try:
+        draw(measured.all_known(), metric, out / "sweep.png")
+        click.echo(f"wrote {out / 'sweep.png'}")
+    except UserError as e:
+        click.echo(f"no picture: {e}; then give the command again", err=True)
+
+
+def note_errors(run: RunAverages, stds: list[float]) -> None:
+    """Of widths for which the run saved too seldom."""
+    poor = [f"{std:g} ({error:.0%})" for std, error in zip(stds, run.errors(stds)) if error > POOR]
+    if poor:
+        click.echo(f"Note: the profiles of these averages are far from the wanted ones: {', '.join(poor)}; see `edm2 phema plan`.")
+
+
+def open_data(run: RunAverages, data: Path | None) -> ImageDataset:
+    """The one given, else the run's own. UserError if there is none, or it cannot be compared with the run's images."""
+    data = recorded_data(run.folder) if data is None else data
+    dataset = open_labelled(data)
+    check_measurable(dataset, data)
+    size = run.config["img_channels"], run.config["img_resolution"], run.config["img_resolution"]
+    if dataset.image_shape != size or run.config["label_dim"] not in (0, dataset.label_dim):
+        raise UserError(f"{run.folder} and {data} differ in image size or number of classes")
+    return dataset
+
+
+def recorded_data(folder: Path) -> Path:
+    """What the run was trained on. UserError if that is not recorded, or no longer there."""
+    try:
+        data = Path(json.loads((folder / OPTIONS).read_text())["data"])
+    except (KeyError, OSError, TypeError, ValueError) as e:
+        raise UserError(f"{folder / OPTIONS} does not tell the run's dataset: give --data") from e
+    if not data.exists():
+        raise UserError(f"{data}, which {folder} was trained on, is not there: give --data")
+    return data
+
+
+def choose_guide(run: RunAverages, gnet: str | None, kimg: float | None, device: torch.device) -> Guide:
+    """UserError for one that is none, or does not fit."""
+    if gnet is None:
+        return self_guide(run)
+    if Path(gnet).is_dir():
+        return run_guide(run, RunAverages(gnet, kimg), device)
+    if kimg is not None:
+        raise UserError("--gnet-kimg is for a --gnet that is a run's folder")
+    return file_guide(run, network_file(gnet), device)
+
+
+def measure(sweep: Sweep, points: list[Point]) -> None:
+    """What is missing, with a line for each."""
+    there = len(sweep.known(points))
+    if there:
+        click.echo(f"{there} of {len(points)} are in {sweep.results.path} already")
+    with tqdm(total=(len(points) - there) * len(sweep.seeds), unit="img", disable=None) as bar:
+        for result in sweep.measure(points, bar.update):
+            tqdm.write(tell(result, sweep.metric.name))
+
+
+def tell(result: Result, metric: str) -> str:
+    return f"sigma_rel {result.point.std:.3f}  {label(result.point, 'guidance', 'sigma in ({:g}, {:g}]')}  {metric} {result.value:.4f}"
+
+
+def label(point: Point, weight: str = "w =", interval: str = "σ in ({:g}, {:g}]") -> str:
+    """How it is guided."""
+    text = f"{weight} {point.guidance:g}"
+    return text if point.interval == EVERYWHERE else f"{text}, {interval.format(*point.interval)}"
+
+
+def draw(results: list[Result], metric: str, out: Path) -> None:
+    """The metric over σ_rel as PNG, a line for each way of guiding, its lowest point marked. UserError without matplotlib."""
+    figure = figure_class()(figsize=(7, 4.5), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    _draw_lines(axes, results)
+    stds = sorted({result.point.std for result in results})
+    axes.set(xscale="log", xlabel="width of the average σ_rel", ylabel=f"{metric} (lower is better)")
+    axes.set_xticks(stds, [f"{std:.1%}" for std in stds], fontsize=8)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    save_figure(figure, out)
+
+
+def _draw_lines(axes: Any, results: list[Result]) -> None:
+    lines: dict[tuple[float, tuple[float, float]], list[Result]] = {}
+    for result in sorted(results):
+        lines.setdefault((result.point.guidance, result.point.interval), []).append(result)
+    for i, (_, line) in enumerate(sorted(lines.items())):
+        best = min(line, key=lambda result: result.value)
+        text = f"{label(best.point)}: {best.value:.3f} at {best.point.std:.1%}"
+        (drawn,) = axes.plot(*zip(*((each.point.std, each.value) for each in line)), "o-", markersize=3, color=f"C{i % 10}", label=text)
+        axes.plot(best.point.std, best.value, "*", markersize=12, color=drawn.get_color())
+    values = [result.value for result in results]
+    if min(values) > 0 and max(values) > 4 * min(values):
+        axes.set_yscale("log")
