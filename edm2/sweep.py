@@ -24,7 +24,7 @@ from edm2.guidance import Unlabelled, check_fits
 from edm2.metrics import Metric
 from edm2.network import Precond
 from edm2.networks import open_snapshot
-from edm2.phema import MAX_STD
+from edm2.reconstruction import check_widths
 
 EVERYWHERE = (0.0, math.inf)
 
@@ -50,9 +50,7 @@ def grid(
     """All combinations, each once; without guidance there is one interval. UserError for an impossible σ_rel."""
     guidances, intervals = list(guidances), list(intervals)
     points = [Point(std, w, interval if w != 1 else EVERYWHERE) for std in stds for w in guidances for interval in intervals]
-    for point in points:
-        if not 0 < point.std < MAX_STD:
-            raise UserError(f"--std {point.std:g}: a sigma_rel lies above 0 and below {MAX_STD:.4f}")
+    check_widths([point.std for point in points])
     return list(dict.fromkeys(points))
 
 

@@ -280,7 +280,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("args", "words"),
         [
-            (["--std=0.05,0.29"], "--std 0.29: a sigma_rel lies above 0 and below 0.2887"),
+            (["--std=0.05,0.29"], "σ_rel 0.29 is impossible: it lies between 0 and 0.288675"),
             (["--std=0"], "--std 0:"),
             (["--std=-0.1"], "--std -0.1:"),
             (["--std=nan"], "'nan' is no list of numbers"),
@@ -293,8 +293,9 @@ class TestRefusals:
             (["--guidance=2", "--gnet=TMP/grey.safetensors"], "grey.safetensors makes images of another size"),
             (["--guidance=2", "--gnet=TMP/six.safetensors"], "six.safetensors knows 6 classes, TMP/run 5"),
             (["--guidance-interval=2,1"], "'2,1' is no interval"),
-            (["--kimg=1.5"], "there is no snapshot at 1.5 thousand images; there are some at 1.0, 2.0, 3.0"),
+            (["--kimg=1.5"], "there is no snapshot at 1.5 thousand images; the nearest is at"),
             (["--seeds=3"], "--seeds: a metric needs two images"),
+            (["--seeds=5-6,5"], "and no seed twice"),
             (["--data=/no/such/data"], "/no/such/data does not exist"),
             (["--data=TMP/grey.zip"], "TMP/run and TMP/grey.zip differ in image size"),
             (["--data=TMP/unlabelled.zip"], "unlabelled.zip has no labels"),
@@ -431,7 +432,7 @@ class TestAverages:
             meta = {"nimg": nimg, "std": 0.05}
             edm2.save_snapshot(tmp_path / f"network-snapshot-{nimg // 1000:07d}-0.050.safetensors", small_net(0), meta=meta)
         assert RunAverages(tmp_path, 1048).nimg == 2**20 and RunAverages(tmp_path).nimg == 2**21
-        with pytest.raises(edm2.UserError, match="no snapshot at 1049 thousand images; there are some at 1048.6, 2097.2"):
+        with pytest.raises(edm2.UserError, match="no snapshot at 1049 thousand images; the nearest is at 1048"):
             RunAverages(tmp_path, 1049)
 
 

@@ -47,13 +47,14 @@ def sweep(
 ) -> None:  # fmt: skip
     """Measure the training run in the folder RUN for all combinations of --std, --guidance and --guidance-interval.
 
-    Each result is a line of OUT/sweep.jsonl, and what is there is not made again; OUT/sweep.png shows them all.
+    Each result is a line of OUT/sweep.jsonl, and what is there is not made again; OUT/sweep.png shows those
+    of the same seeds, steps, metric and guide.
     """
     full_precision()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     points = grid(stds, guidances, intervals)
-    if len(seeds) < 2:
-        raise UserError("--seeds: a metric needs two images at least")
+    if len(seeds) < 2 or len(set(seeds)) < len(seeds):
+        raise UserError("--seeds: a metric needs two images at least, and no seed twice")
     averages = RunAverages(run, kimg)
     check_pixels(averages)
     note_errors(averages, stds)
