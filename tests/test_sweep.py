@@ -281,8 +281,8 @@ class TestRefusals:
         ("args", "words"),
         [
             (["--std=0.05,0.29"], "σ_rel 0.29 is impossible: it lies between 0 and 0.288675"),
-            (["--std=0"], "--std 0:"),
-            (["--std=-0.1"], "--std -0.1:"),
+            (["--std=0"], "σ_rel 0 is impossible"),
+            (["--std=-0.1"], "σ_rel -0.1 is impossible"),
             (["--std=nan"], "'nan' is no list of numbers"),
             (["--std="], "'' is no list of numbers"),
             (["--guidance=1;2"], "'1;2' is no list of numbers"),
