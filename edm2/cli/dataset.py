@@ -1,5 +1,6 @@
 """`python -m edm2 dataset`: make datasets."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from edm2.data import ImageDataset
 from edm2.errors import UserError
 from edm2.files import make_folder
 from edm2.image_files import ImageFiles, write_zip
+from edm2.inspection import faults, latent_statistics
 
 
 @click.group()
@@ -57,6 +59,32 @@ def convert(
     write_zip(dest, images, None if labels is None else labels.tolist())
     classes = "no labels" if labels is None else "labels"
     click.echo(f"wrote {dest}: {len(files.names)} images, {classes}")
+
+
+@dataset.command()
+@click.argument("path", metavar="ZIP|DIR", type=click.Path(path_type=Path))
+def check(path: Path) -> None:
+    """Read every file of a dataset, and name every fault: files that cannot be read, other sizes and types, labels that do not
+    fit. The exit code is 1 if there is one."""
+    count = len(ImageFiles(path).names)
+    found = 0
+    with tqdm(total=count, unit="img", disable=None) as bar:
+        for line in faults(path, bar.update):
+            tqdm.write(" ".join(line.split()))
+            found += 1
+    if found:
+        raise UserError(f"{path}: {found} fault{'s' * (found > 1)} in {count} files")
+    click.echo(f"{path}: {count} files, no fault")
+
+
+@dataset.command()
+@click.argument("path", metavar="ZIP|DIR", type=click.Path(path_type=Path))
+def stats(path: Path) -> None:
+    """Mean and standard deviation of a dataset of VAE latents by channel, as `edm2.latents.LatentEncoder` takes them for another
+    VAE than the official one."""
+    with tqdm(total=len(ImageFiles(path).names), unit="img", disable=None) as bar:
+        found = latent_statistics(path, bar.update)
+    click.echo(json.dumps(found._asdict()))
 
 
 def load_digits() -> tuple[np.ndarray, list[int]]:

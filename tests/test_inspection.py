@@ -1,0 +1,82 @@
+"""`python -m edm2 dataset check` and `stats`."""
+
+import json
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from edm2.cli.main import main
+from edm2.image_files import write_zip
+from edm2.inspection import faults, latent_statistics
+from edm2.latents import LatentEncoder
+from tests.command_lines import call, refused
+
+
+@pytest.fixture()
+def images(tmp_path):
+    """A folder of 100 RGB images, more than are read at a time."""
+    write_zip(tmp_path / "a.zip", [np.full((4, 6, 3), i, np.uint8) for i in range(100)], [i % 3 for i in range(100)])
+    with zipfile.ZipFile(tmp_path / "a.zip") as file:
+        file.extractall(tmp_path / "folder")
+    return tmp_path / "folder"
+
+
+class TestCheck:
+    def test_a_good_one(self, images, digits_zip):
+        assert list(faults(images)) == list(faults(digits_zip)) == []
+        assert call(main, "dataset", "check", str(images)).output == f"{images}: 100 files, no fault\n"
+
+    def test_every_fault(self, images):
+        """In order, each in one line that names the file; the rest is read all the same."""
+        names = sorted(path for path in images.rglob("*.png"))
+        names[3].write_bytes(names[3].read_bytes()[:40])
+        names[70].write_bytes(b"text")
+        write_zip(images / "b.zip", [np.zeros((4, 4, 3), np.uint8), np.zeros((4, 6), np.uint8)])
+        with zipfile.ZipFile(images / "b.zip") as file:
+            for name, path in zip(file.namelist(), (names[80], names[90])):
+                path.write_bytes(file.read(name))
+        (images / "b.zip").unlink()
+        (images / "dataset.json").write_text('{"labels": [["a.png", 0]]}')
+        found = list(faults(images))
+        assert len(found) == 5 and "dataset.json has no label for 00000/img00000000.png" in found[0]
+        assert [str(names[i]) in line for i, line in zip((3, 70, 80, 90), found[1:])] == [True] * 4
+        assert found[3].endswith("is uint8 [3, 4, 4], and 00000/img00000000.png is uint8 [3, 4, 6]")
+        result = call(main, "dataset", "check", str(images))
+        assert result.exit_code == 1 and f"Error: {images}: 5 faults in 100 files" in result.output.splitlines()
+
+    def test_numbers(self, tmp_path):
+        for i, value in enumerate((0, np.nan, np.inf)):
+            np.save(tmp_path / f"{i}.npy", np.full((8, 2, 2), value, np.float32))
+        assert [line.split("/")[-1] for line in faults(tmp_path)] == [f"{i}.npy has numbers that are not finite" for i in (1, 2)]
+
+    def test_none(self, tmp_path):
+        assert "holds no images" in refused(main, "dataset", "check", str(tmp_path))
+        assert "does not exist" in refused(main, "dataset", "check", str(tmp_path / "none"))
+
+
+class TestStatistics:
+    def test_values(self, tmp_path):
+        """Those of very many draws."""
+        rng = np.random.default_rng(0)
+        mean = rng.normal([[[1]], [[-2]]], 1.5, (70, 2, 8, 8)).astype(np.float32)
+        std = rng.uniform(0.1, 2, (70, 2, 8, 8)).astype(np.float32)
+        for i, (a, b) in enumerate(zip(mean, std)):
+            np.save(tmp_path / f"{i:03}.npy", np.concatenate([a, b]))
+        draws = mean + std * rng.standard_normal((200, *mean.shape), np.float32)
+        found = latent_statistics(tmp_path)
+        np.testing.assert_allclose(found.raw_mean, draws.mean(axis=(0, 1, 3, 4)), atol=0.01)
+        np.testing.assert_allclose(found.raw_std, draws.std(axis=(0, 1, 3, 4)), rtol=0.01)
+        assert json.loads(call(main, "dataset", "stats", str(tmp_path)).output) == found._asdict()
+        latents = LatentEncoder(*found).encode(torch.from_numpy(np.concatenate([mean, std], axis=1)), torch.zeros(70, 2, 8, 8))
+        assert abs(latents.mean().item()) < 0.01
+
+    def test_no_latents(self, images, tmp_path):
+        assert "and no latents: float32 means, then deviations" in refused(main, "dataset", "stats", str(images))
+        np.save(tmp_path / "a.npy", np.zeros((8, 2, 2), np.float32))
+        np.save(tmp_path / "b.npy", np.zeros((4, 2, 2), np.float32))
+        (tmp_path / "a.zip").unlink()
+        for path in images.rglob("*.png"):
+            path.unlink()
+        assert "b.npy has 4 channels, and others have 8" in refused(main, "dataset", "stats", str(tmp_path))
