@@ -7,7 +7,9 @@ are label vectors. This is the layout of the official release's datasets.
 import io
 import json
 import os
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from edm2.errors import UserError
 from edm2.files import replacing
 
 LARGEST = 2**30  # bytes of a file in a ZIP, which may be compressed a thousandfold
+UNCOMPRESSED = 2**16  # bytes of an image from which on it is written as it is
 MAX_CLASSES = 2**20  # a class index beyond is a mistake: one-hot labels would not fit in memory
 
 
@@ -111,17 +114,17 @@ class ImageFiles:
         return _label_array(where, self.names, [table[name] for name in self.names])
 
 
-def write_zip(path: str | Path, images: Iterable[np.ndarray], labels: Sequence | None = None) -> None:
+def write_zip(path: str | Path, images: Iterable[np.ndarray | bytes], labels: Sequence | None = None) -> None:
     """Write a dataset: an uncompressed ZIP of PNGs named 00000/img00000000.png, ..., and dataset.json.
 
-    images: uint8 [H,W] or [H,W,C], streamed; labels: one class index (or vector) per image, or None. The file appears
+    images: uint8 [H,W] or [H,W,C], or encoded as PNG, streamed; labels: one class index (or vector) per image, or None. The file appears
     only when complete, and equal input gives equal bytes. ValueError if the number of labels is wrong.
     """
     names = []
     with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
         for i, image in enumerate(images):
             names.append(f"{i // 1000:05d}/img{i:08d}.png")
-            _add(archive, names[-1], _png(image))
+            _add(archive, names[-1], image if isinstance(image, bytes) else encode_png(image))
         entries = None if labels is None else list(zip(names, labels, strict=True))
         _add(archive, "dataset.json", json.dumps({"labels": entries}).encode())
 
@@ -172,9 +175,20 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
     archive.writestr(info, data)
 
 
-def _png(image: np.ndarray) -> bytes:
+def encode_png(image: np.ndarray) -> bytes:
+    """uint8 [H,W] or [H,W,C], C = 1 or 3. Not compressed if large: photographs hardly can be, and it takes most of the time."""
     if image.dtype != np.uint8:
         raise ValueError(f"write_zip: images must be uint8, got {image.dtype}")
-    buffer = io.BytesIO()
-    Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image).save(buffer, "png")
-    return buffer.getvalue()
+    image = image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image
+    if image.size < UNCOMPRESSED:
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, "png")
+        return buffer.getvalue()
+    height, width = image.shape[:2]
+    rows = np.zeros((height, 1 + image[0].size), np.uint8)  # each begins with its filter: none
+    rows[:, 1:] = image.reshape(height, -1)
+    header = struct.pack(">IIBBBBB", width, height, 8, 0 if image.ndim == 2 else 2, 0, 0, 0)
+    chunks = (b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 0)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )

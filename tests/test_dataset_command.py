@@ -1,5 +1,6 @@
 """`python -m edm2 dataset`."""
 
+import io
 import os
 import sys
 
@@ -9,8 +10,9 @@ from click.testing import CliRunner
 from PIL import Image
 
 import edm2.cli.dataset as cli
+from edm2.conversion import TRANSFORMS, center_crop, center_crop_dhariwal, center_crop_wide
 from edm2.data import ImageDataset
-from edm2.image_files import ImageFiles, write_zip
+from edm2.image_files import ImageFiles, encode_png, write_zip
 from tests.dataset_files import PNG, encode, fails, make, pixels
 
 
@@ -70,14 +72,12 @@ def test_digits_without_scikit_learn(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("size", "halvings"), [((8, 8), 0), ((8, 30), 0), ((15, 16), 0), ((16, 16), 1), ((70, 64), 3), ((5, 7), 0)]
-)
+@pytest.mark.parametrize(("size", "halvings"), [((8, 8), 0), ((8, 30), 0), ((15, 16), 0), ((16, 16), 1), ((70, 64), 3), ((5, 7), 0)])
 def test_center_crop_sizes_and_halvings(monkeypatch, size, halvings):
     filters = []
     resize = Image.Image.resize
     monkeypatch.setattr(Image.Image, "resize", lambda s, size, f: filters.append(f) or resize(s, size, f))
-    image = cli.center_crop(Image.new("RGB", size, (10, 200, 77)), 8)
+    image = center_crop_dhariwal(Image.new("RGB", size, (10, 200, 77)), 8, 8)
     assert filters == [Image.Resampling.BOX] * halvings + [Image.Resampling.BICUBIC]
     assert image.size == (8, 8)
     assert (np.asarray(image) == (10, 200, 77)).all()
@@ -85,10 +85,10 @@ def test_center_crop_sizes_and_halvings(monkeypatch, size, halvings):
 
 def test_center_crop_takes_the_centre():
     image = pixels(0, 8, 13)  # the short side fits: nothing but a crop
-    np.testing.assert_array_equal(cli.center_crop(Image.fromarray(image), 8), image[:, 2:10])
-    np.testing.assert_array_equal(cli.center_crop(Image.fromarray(image.T), 8), image.T[2:10])
+    np.testing.assert_array_equal(center_crop_dhariwal(Image.fromarray(image), 8, 8), image[:, 2:10])
+    np.testing.assert_array_equal(center_crop_dhariwal(Image.fromarray(image.T), 8, 8), image.T[2:10])
     blocks = pixels(1, 8, 8).repeat(4, 0).repeat(4, 1)  # box halving undoes repetition exactly
-    np.testing.assert_array_equal(cli.center_crop(Image.fromarray(blocks), 8), blocks[::4, ::4])
+    np.testing.assert_array_equal(center_crop_dhariwal(Image.fromarray(blocks), 8, 8), blocks[::4, ::4])
 
 
 def photos(path):
@@ -105,7 +105,7 @@ def test_convert_makes_a_dataset(path, tmp_path):
     np.testing.assert_array_equal(dataset.labels(range(3)).argmax(1), [0, 1, 1])
     source = ImageFiles(path)
     for i, name in enumerate(source.names):
-        expected = cli.center_crop(source.image(name).convert("RGB"), 4)
+        expected = center_crop_dhariwal(source.image(name).convert("RGB"), 4, 4)
         np.testing.assert_array_equal(dataset.image(i).transpose(1, 2, 0), expected)
 
 
@@ -135,3 +135,56 @@ def test_convert_errors(tmp_path):
         run("convert", source, out, "--resolution", 4)
     run("convert", source, out, "--resolution", 4, "--overwrite")
     assert len(ImageDataset(out, use_labels=False)) == 4
+
+
+def test_other_crops():
+    """Of the whole if it has the wanted shape, else of the centre; wide ones with black above and below."""
+    image = pixels(0, 6, 8)
+    np.testing.assert_array_equal(center_crop(Image.fromarray(image), 8, 6), image)
+    np.testing.assert_array_equal(center_crop(Image.fromarray(image), 6, 6), image[:, 1:7])
+    np.testing.assert_array_equal(center_crop(Image.fromarray(image.T), 6, 6), image.T[1:7])
+    wide = np.asarray(center_crop_wide(Image.fromarray(image), 8, 6))
+    np.testing.assert_array_equal(wide, np.pad(image, ((1, 1), (0, 0))))
+    assert center_crop(Image.fromarray(pixels(0, 50, 30, 3)), 10, 20).size == (10, 20)
+
+
+def test_sizes(tmp_path):
+    source = photos(tmp_path / "d")
+    for size, transform, expected in (
+        ("6x4", "center-crop", (3, 4, 6)),
+        ("6x4", "center-crop-wide", (3, 6, 6)),
+        ("5", "center-crop", (3, 5, 5)),
+    ):
+        run("convert", source, tmp_path / "out.zip", f"--resolution={size}", f"--transform={transform}", "--overwrite")
+        assert ImageDataset(tmp_path / "out.zip", use_labels=False).image_shape == expected
+    with fails("center-crop-dhariwal makes square images, and not 6x4"):
+        run("convert", source, tmp_path / "a.zip", "--resolution=6x4")
+    with fails("center-crop-wide is for images wider than high, and not 4x6"):
+        run("convert", source, tmp_path / "a.zip", "--resolution=4x6", "--transform=center-crop-wide")
+    for wrong in ("0", "4x", "x4", "4x4x4", "a"):
+        assert "is no size" in CliRunner().invoke(cli.dataset, ["convert", str(source), "b.zip", f"--resolution={wrong}"]).output
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_any_number_of_processes_makes_the_same(tmp_path, transform):
+    """In order, and a damaged one is named."""
+    files = {f"{i:03}.png": encode(pixels(i, 8 + i % 5, 9 + i % 7, 3), "png") for i in range(100)}
+    source = make(tmp_path / "d.zip", files)
+    for workers in (1, 3):
+        run("convert", source, tmp_path / f"{workers}.zip", "--resolution=8", f"--transform={transform}", f"--workers={workers}")
+    assert (tmp_path / "1.zip").read_bytes() == (tmp_path / "3.zip").read_bytes()
+    make(tmp_path / "e.zip", files | {"050.png": b"text"})
+    with fails("050.png: not an image"):
+        run("convert", tmp_path / "e.zip", tmp_path / "f.zip", "--resolution=8", "--workers=3")
+    assert not (tmp_path / "f.zip").exists()
+
+
+@pytest.mark.parametrize("shape", [(300, 300), (200, 130, 3), (300, 300, 1)])
+def test_large_images_are_not_compressed(tmp_path, shape):
+    """And read by others all the same."""
+    image = pixels(0, *shape)
+    data = encode_png(image)
+    assert image.size < len(data) < image.size + 2000
+    found = Image.open(io.BytesIO(data))
+    found.verify()
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(data))), image[..., 0] if image.shape[-1] == 1 else image)

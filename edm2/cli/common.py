@@ -60,6 +60,20 @@ class Float(click.FloatRange):
         return number
 
 
+class Resolution(click.ParamType):
+    """Width and height in pixels: `512x512`, or `512` for both."""
+
+    name = "WxH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", str(value))
+        if not match:
+            self.fail(f"'{value}' is no size; write 512x512 or 512", param, ctx)
+        return int(match[1]), int(match[2] or match[1])
+
+
 class Duration(click.ParamType):
     """Hours, minutes and seconds in seconds: `11:50:00`, `90m`, `12h`, `1.5d`."""
 

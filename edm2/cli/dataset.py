@@ -1,14 +1,15 @@
 """`python -m edm2 dataset`: make datasets."""
 
 import json
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import click
 import numpy as np
-from PIL import Image
 from tqdm import tqdm
 
+from edm2.cli.common import Resolution
+from edm2.conversion import TRANSFORMS, converted
 from edm2.data import ImageDataset
 from edm2.errors import UserError
 from edm2.files import make_folder
@@ -39,24 +40,30 @@ def digits(dest: Path, overwrite: bool) -> None:
 @dataset.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("dest", metavar="DEST.zip", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--resolution", type=click.IntRange(min=1), help="Scale and crop to N x N pixels.  [default: keep]")
+@click.option("--resolution", type=Resolution(), help="Crop and scale to so many pixels.  [default: keep]")
+@click.option("--transform", type=click.Choice(list(TRANSFORMS)), default="center-crop-dhariwal", show_default=True,
+              help="How, with --resolution.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(min=1), help="Processes.  [default: one for each core]")
 @click.option("--grey", is_flag=True, help="Write one channel instead of RGB.")
 @click.option("--labels-from-folders", is_flag=True, help="One class per sub-folder, in order of name.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 def convert(
-    source: Path, dest: Path, resolution: int | None, grey: bool, labels_from_folders: bool, overwrite: bool
-) -> None:
+    source: Path, dest: Path, resolution: tuple[int, int] | None, transform: str, workers: int | None, grey: bool,
+    labels_from_folders: bool, overwrite: bool,
+) -> None:  # fmt: skip
     """Turn a folder or ZIP of images into a dataset of equally sized ones.
 
-    --resolution resizes as ADM did for ImageNet: halve with a box filter while the short side is at least twice the
-    target, bring it to the target bicubically, crop the centre. Labels come from SOURCE's dataset.json if it has one.
+    center-crop-dhariwal resizes as ADM did for ImageNet: halve with a box filter while the short side is at least twice the
+    target, bring it to the target bicubically, crop the centre. center-crop scales the largest area of the wanted shape, and
+    center-crop-wide adds black above and below, so that the image is square. Labels come from SOURCE's dataset.json if it has one.
     """
     _refuse_existing(dest, overwrite)
     files = ImageFiles(source)
     labels = folder_labels(files) if labels_from_folders else files.labels()
-    images = _converted(files, resolution, "L" if grey else "RGB")
+    images = converted(files, "L" if grey else "RGB", None if resolution is None else transform, resolution, workers)
     make_folder(dest.parent)
-    write_zip(dest, images, None if labels is None else labels.tolist())
+    with closing(images):
+        write_zip(dest, tqdm(images, total=len(files.names), unit="img", disable=None), None if labels is None else labels.tolist())
     classes = "no labels" if labels is None else "labels"
     click.echo(f"wrote {dest}: {len(files.names)} images, {classes}")
 
@@ -97,16 +104,6 @@ def load_digits() -> tuple[np.ndarray, list[int]]:
     return np.round(data.images * (255 / 16)).astype(np.uint8), data.target.tolist()  # stored as 0..16
 
 
-def center_crop(image: Image.Image, resolution: int) -> Image.Image:
-    """ADM's preprocessing (Dhariwal & Nichol 2021): the centre resolution x resolution pixels at the right scale."""
-    while min(image.size) >= 2 * resolution:
-        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    scale = resolution / min(image.size)
-    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-    left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
-    return image.crop((left, top, left + resolution, top + resolution))
-
-
 def folder_labels(files: ImageFiles) -> np.ndarray:
     """Class indices int64 [n]: the rank of each file's folder among all folders; UserError for a file in none."""
     folders = [name.rpartition("/")[0] for name in files.names]
@@ -114,19 +111,6 @@ def folder_labels(files: ImageFiles) -> np.ndarray:
         loose = files.names[folders.index("")]
         raise UserError(f"--labels-from-folders: {files.where(loose)} is in no sub-folder; move or remove it")
     return np.unique(folders, return_inverse=True)[1]
-
-
-def _converted(files: ImageFiles, resolution: int | None, mode: str) -> Iterator[np.ndarray]:
-    size = None
-    for name in tqdm(files.names, unit="img", disable=None):  # no bar where stderr is not a terminal
-        image = files.image(name).convert(mode)
-        if resolution is not None:
-            image = center_crop(image, resolution)
-        size = size or image.size
-        if image.size != size:
-            sizes = f"{image.width}x{image.height} but {files.names[0]} is {size[0]}x{size[1]}"
-            raise UserError(f"{files.where(name)} is {sizes}; give --resolution")
-        yield np.asarray(image)
 
 
 def _refuse_existing(dest: Path, overwrite: bool) -> None:
