@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import edm2.cli.dataset as cli
+from edm2 import conversion
 from edm2.conversion import TRANSFORMS, center_crop, center_crop_dhariwal, center_crop_wide
 from edm2.data import ImageDataset
 from edm2.image_files import ImageFiles, encode_png, write_zip
@@ -166,8 +167,10 @@ def test_sizes(tmp_path):
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_any_number_of_processes_makes_the_same(tmp_path, transform):
+def test_any_number_of_processes_makes_the_same(tmp_path, transform, monkeypatch):
     """In order, and a damaged one is named."""
+    monkeypatch.setattr(conversion, "CHUNK", 3)
+    monkeypatch.setattr(conversion, "AHEAD", 2)
     files = {f"{i:03}.png": encode(pixels(i, 8 + i % 5, 9 + i % 7, 3), "png") for i in range(100)}
     source = make(tmp_path / "d.zip", files)
     for workers in (1, 3):
