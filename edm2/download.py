@@ -152,7 +152,7 @@ def _one_line(words: str) -> str:
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """To other addresses of the web, and from secure ones to secure ones only."""
 
-    def redirect_request(self, req, fp, code, msg, headers, newurl):  # noqa: ANN001, ANN201
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
         scheme = urlsplit(newurl).scheme
         if scheme != "https" and (scheme != "http" or req.type == "https"):
             raise UserError(f"{req.full_url} cannot be downloaded: it redirects to {_one_line(newurl)}")
