@@ -13,11 +13,10 @@ from edm2.files import user_path
 from edm2.image_files import ImageFiles
 from edm2.networks import is_pickle
 from edm2.official import open_official
-from edm2.snapshot import read_file
+from edm2.snapshot import BUFFERS, read_file
 from edm2.stats import read_stats
 
 Facts = dict[str, Any]
-BUFFERS = "freqs", "phases"  # how the names end of what is no parameter
 
 
 def describe(path: str | Path) -> Facts:

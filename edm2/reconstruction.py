@@ -22,11 +22,10 @@ from edm2.networks import open_pieces
 from edm2.phema import MAX_STD, Fit, fit
 from edm2.pickled import DAMAGE, Refused
 from edm2.piecewise import OpenSnapshot, Writer
-from edm2.snapshot import metadata_of
+from edm2.snapshot import BUFFERS, metadata_of
 
 SPARE = 100  # files that are open besides
 AT_ONCE = 2**26  # numbers of all inputs and outputs
-FEATURES = "freqs", "phases"  # how the names of buffers end
 SUFFIXES = ".safetensors", ".pkl"
 
 
@@ -128,7 +127,7 @@ def _source(path: Path) -> Source:
         if type(nimg) is not int or nimg <= 0 or type(std) is not float or not 0 < std < MAX_STD:
             raise UserError(f"{path} does not say of how many images (nimg) and which width (std) it is the average")
         shapes = {name: piece.shape for name, piece in found.tensors.items()}
-        features = [found.tensors[name].read().half() for name in sorted(shapes) if name.endswith(FEATURES)]
+        features = [found.tensors[name].read().half() for name in sorted(shapes) if name.endswith(BUFFERS)]
         return Source(path, nimg, std, found.config, shapes, b"".join(x.numpy().tobytes() for x in features))
 
 

@@ -22,6 +22,7 @@ from edm2.latents import Encoder, check_channels, encoder_from_config
 from edm2.network import Precond
 
 FORMAT = "1"
+BUFFERS = "freqs", "phases"  # how the names of tensors end that are no parameters: Fourier features, which a run draws
 T = TypeVar("T")
 
 
