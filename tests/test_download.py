@@ -47,6 +47,8 @@ class Handler(BaseHTTPRequestHandler):
         if start >= len(server.data):
             return self.send_error(416)
         body = server.data[start:]
+        cut = server.cuts > 0  # decided before the client hears anything: what it does next may change it
+        server.cuts -= cut
         self.send_response(206 if start else server.status)
         if server.encoding:
             self.send_header("Content-Encoding", server.encoding)
@@ -59,11 +61,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if server.stalls:
             threading.Event().wait(3)
-        elif server.cuts:
-            server.cuts -= 1
-            self.wfile.write(body[: server.cut])
-        else:
-            self.wfile.write(body)
+            return
+        self.wfile.write(body[: server.cut] if cut else body)
 
 
 @pytest.fixture()
