@@ -1,7 +1,6 @@
 """Generate images with an EDM2 network. On several GPUs: `torchrun --standalone --nproc_per_node=8 sample.py …`."""
 
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,23 +10,19 @@ import torch
 from torch import nn
 
 from edm2.backends import full_precision
+from edm2.cli.chosen import choose_encoder, choose_files, load_networks
 from edm2.cli.common import Command, Float, ImageCount, Interval, IntList
 from edm2.distributed import processes
 from edm2.errors import UserError
 from edm2.files import sha256, user_path
-from edm2.folding import fold
 from edm2.generate import ImageGenerator
-from edm2.guidance import Unlabelled, check_fits
-from edm2.latents import Encoder, LatentEncoder, RGBEncoder
-from edm2.network import Precond
-from edm2.networks import CACHE, is_pickle, network_file, open_snapshot
-from edm2.official import LICENCE
+from edm2.guidance import Unlabelled
+from edm2.latents import Encoder
+from edm2.networks import CACHE
 from edm2.pictures import tile, write_png
-from edm2.published import Published, published_files
+from edm2.published import Published
 from edm2.sampler import Heun
 from edm2.samples import SampleFolder, list_samples, make_samples
-from edm2.snapshot import Snapshot
-from edm2.vae import load_vae
 
 
 @click.command(cls=Command)
@@ -86,63 +81,12 @@ def main(
             write_png(grid, tile(images, min(columns, len(images)), scale))
 
 
-def choose_files(preset: str | None, networks: Path, net: str | None, gnet: str | None, guidance: float | None) -> Published:
-    """Files of the network and its guide, and the strength: those given, else the preset's."""
-    strength = {} if guidance is None else {"guidance": guidance}
-    row = Published(None)
-    if preset is not None:
-        row = published_files(preset, networks, net is None, gnet is None and guidance != 1)
-    chosen = row._replace(net=net or row.net, gnet=gnet or row.gnet, **strength)
-    if chosen.net is None:
-        raise UserError("give a network: --net, or a published one by --preset")
-    sources = chosen.net, chosen.gnet if chosen.guidance != 1 else None
-    paths = [None if source is None else network_file(source, networks) for source in sources]
-    if any(path is not None and is_pickle(path) for path in paths) and os.environ.get("RANK", "0") == "0":
-        click.echo(f"Note: {LICENCE}.", err=True)
-    return chosen._replace(**dict(zip(("net", "gnet"), (None if path is None else str(path) for path in paths))))
-
-
-def load_networks(files: Published, device: torch.device) -> tuple[Snapshot, nn.Module | None]:
-    """Folded: the network, and where there is guidance the guide: GNET, or the network itself if it was trained without some
-    labels."""
-    snapshot = open_snapshot(files.net, device)
-    snapshot.net, guide = fold(snapshot.net), None
-    if files.guidance != 1 and files.gnet is not None:
-        guide = fold(open_snapshot(files.gnet, device).net)
-    elif files.guidance != 1 and snapshot.meta.get("label_dropout"):
-        guide = Unlabelled(snapshot.net)
-    check_guide(snapshot.net, guide, files)
-    return snapshot, guide
-
-
-def choose_encoder(snapshot: Snapshot, net: str, vae: str | None, latents: bool, fast: bool, device: torch.device) -> Encoder:
-    """The snapshot's; of latents with the VAE that decodes them, unless they are what is asked for."""
-    if vae and latents:
-        raise UserError("--vae decodes latents, --latents does not: give one of them")
-    encoder = snapshot.encoder or RGBEncoder()
-    if isinstance(encoder, LatentEncoder):
-        return encoder if latents else load_vae(encoder, vae, device, fast)
-    if latents or vae:
-        raise UserError(f"{'--latents' if latents else '--vae'}: {net} makes pixels")
-    return encoder
-
-
 def check_options(batch: int, options: dict[str, Any]) -> None:
     """UserError for options that contradict each other."""
     if batch < 1:
         raise UserError("--batch must be at least 1")
     if options["sigma_min"] >= options["sigma_max"]:
         raise UserError(f"--sigma_min {options['sigma_min']} must be below --sigma_max {options['sigma_max']}")
-
-
-def check_guide(net: Precond, guide: nn.Module | None, files: Published) -> None:
-    """UserError for a guide that is missing or does not fit the network."""
-    if files.guidance != 1 and guide is None:
-        raise UserError(
-            f"--guidance {files.guidance} needs a guide network: give --gnet (only one trained with --label-dropout guides itself)"
-        )
-    if isinstance(guide, Precond):
-        check_fits(net.config, guide.config, files.net, files.gnet)
 
 
 def recipe(files: Published, guide: nn.Module | None, heun: Heun, encoder: Encoder, fast: bool, device: torch.device) -> dict[str, Any]:
