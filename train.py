@@ -7,11 +7,12 @@ from typing import Any
 import click
 
 from edm2 import summary
-from edm2.cli.common import Command, Duration, Float, ImageCount
+from edm2.cli.common import Command, Duration, Float, ImageCount, PixelRange
 from edm2.config import PRECISIONS, TrainingConfig
+from edm2.inputs import open_dataset
 from edm2.interruption import RESUME_ME
+from edm2.latents import LatentEncoder
 from edm2.network import Precond
-from edm2.trainer import open_dataset
 from edm2.training import train
 
 
@@ -26,9 +27,10 @@ from edm2.training import train
 @click.option("--dropout", type=Float(0, max=1, max_open=True), help="Dropout probability.")
 @click.option("--label-dropout", type=Float(0, max=1, max_open=True), default=0, show_default=True,
               help="Probability of an image to go without its label; makes a network that can guide itself.")  # fmt: skip
-@click.option("--pixel-range", type=click.Choice(["0,1", "-1,1"]), default="0,1", show_default=True,
-              callback=lambda _, __, text: tuple(map(int, text.split(","))),
-              help="Of the pixels that the VAE's latents were encoded from.")  # fmt: skip
+@click.option("--pixel-range", type=PixelRange(), help="Of the pixels that VAE latents are of.  [as the dataset tells, else 0,1]")
+@click.option("--latent-stats", metavar="published|data|FILE",
+              help="What standardises VAE latents: the published statistics of ImageNet, those that the dataset tells, or those "
+              "of a network.  [published for the official VAE, data for others]")  # fmt: skip
 @click.option("--P_mean", "P_mean", type=Float(), help="Noise level mean, of ln(sigma).")
 @click.option("--P_std", "P_std", type=Float(above=0), help="Its spread.")
 @click.option("--lr", type=Float(above=0), help="Reference learning rate.")
@@ -78,7 +80,7 @@ def main(dry_run: bool, **options: Any) -> None:
 def print_plan(config: TrainingConfig) -> None:
     """The configuration, and what it will cost."""
     config.check(world_size=1)
-    dataset, _, (channels, height, width) = open_dataset(config)
+    dataset, encoder, (channels, height, width) = open_dataset(config)
 
     def make_net() -> Precond:
         return config.build(height, channels, dataset.label_dim)
@@ -89,6 +91,10 @@ def print_plan(config: TrainingConfig) -> None:
         click.echo(f"{name:<16} {value}")
     click.echo(f"\ndataset          {len(dataset)} images, {dataset.label_dim} labels")
     click.echo(f"network input    {width}x{height}, {channels} channels")
+    if isinstance(encoder, LatentEncoder):
+        low, high = encoder.pixel_range
+        click.echo(f"latents          of {encoder.vae}, of pixels in [{low}, {high}]")
+        click.echo(f"standardised by  mean {list(encoder.raw_mean)}, deviation {list(encoder.raw_std)}")
     click.echo(f"parameters       {summary.parameter_count(make_net):,}")
     click.echo(f"multiply-adds    {summary.multiply_adds(make_net) / 1e9:.3f} G per image and evaluation")
     click.echo(f"memory, state    {state / 2**30:.2f} GiB per process (weights, gradients, Adam, averages)")

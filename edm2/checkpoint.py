@@ -15,7 +15,7 @@ from edm2.files import LEFTOVER, make_folder, replacing
 from edm2.names import kimg_name
 
 OPTIONS = "training_options.json"
-ADDED = {"label_dropout": 0.0, "pixel_range": [0, 1]}  # options that older runs do not record, and what they ran with
+ADDED = {"label_dropout": 0.0, "pixel_range": None, "latent_stats": None}  # options that older runs do not record
 RUN_FILES = "training-state-*.pt", "network-snapshot-*.safetensors", "stats.jsonl"
 
 
@@ -55,7 +55,8 @@ def load_newest_checkpoint(outdir: Path) -> dict[str, Any] | None:
     for path in paths:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            return {key: state[key] for key in ("nimg", "elapsed", "net", "optimizer")} | {"licence": state.get("licence")}
+            known = {key: state[key] for key in ("nimg", "elapsed", "net", "optimizer")}
+            return known | {key: state.get(key) for key in ("licence", "encoder")}
         except MemoryError:
             raise
         except Exception as e:  # a damaged file makes the reader raise almost anything
@@ -84,7 +85,10 @@ def check_options(outdir: Path, options: dict[str, Any], may_differ: Iterable[st
     if (outdir / OPTIONS).exists():
         there = ADDED | _read_options(outdir / OPTIONS)
         there.setdefault("precision", "fp16" if there.get("fp16", True) else "fp32")
-        differences = _differences(there, _as_json(options), set(may_differ))
+        here = _as_json(options)
+        for each in (there, here):  # the default was this once
+            each["pixel_range"] = None if each.get("pixel_range") == [0, 1] else each.get("pixel_range")
+        differences = _differences(there, here, set(may_differ))
         if differences:
             raise UserError(f"{outdir} holds another run ({'; '.join(differences)}); choose another --outdir")
     elif outdir.is_dir():

@@ -30,7 +30,9 @@ class TrainingConfig:
     `held_out` is told too. A grid of `samples` images is made of each snapshot, None: where they are pixels, or there is the
     `vae` that decodes them. Of training states the newest `keep` stay (0: all); after
     `max_time` seconds the run saves itself and stops. `pixel_range`, (0, 1) or (-1, 1), is that of the pixels that a
-    dataset of VAE latents was encoded from.
+    dataset of VAE latents was encoded from; None: as the dataset tells, else (0, 1). `latent_stats` says what standardises
+    latents: "published" (ImageNet's), "data" (those that the dataset tells), or a snapshot whose they are; None: published for
+    the official VAE, data for others.
     """
 
     outdir: str
@@ -42,7 +44,8 @@ class TrainingConfig:
     channels: int | None = None
     dropout: float | None = None
     label_dropout: float = 0.0
-    pixel_range: tuple[int, int] = (0, 1)
+    pixel_range: tuple[int, int] | None = None
+    latent_stats: str | None = None
     P_mean: float | None = None
     P_std: float | None = None
     lr: float | None = None

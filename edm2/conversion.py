@@ -1,15 +1,23 @@
 """Images of any kind made alike: decoded, cropped, scaled and encoded, by several processes, in order."""
 
 import os
-from collections import deque
+import signal
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from functools import partial
-from typing import NamedTuple
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
+from edm2.ahead import in_order
+from edm2.dataset_writer import DatasetWriter
 from edm2.errors import UserError
 from edm2.image_files import ImageFiles, encode_png
 
@@ -62,24 +70,58 @@ TRANSFORMS: dict[str, Transform] = {
 }
 
 
+def convert_dataset(
+    files: ImageFiles,
+    dest: str | Path,
+    labels: NDArray | None = None,
+    mode: str = "RGB",
+    transform: str | None = None,
+    size: tuple[int, int] | None = None,
+    workers: int | None = None,
+    progress: Callable[[int], Any] = lambda images: None,
+) -> None:
+    """Write the ZIP `dest` of all images as `converted` makes them, and one label for each (int `[n]` or float32 `[n, L]`) or none.
+
+    It appears when it is complete. After an interruption the same call goes on where it was; `progress` is told of images made,
+    first of those that were there. UserError for bad images and where it cannot be written; then nothing stays.
+    """
+    job = [files.identity(), mode, transform, size]
+    with DatasetWriter(dest, "png", job) as writer:
+        writer.tell(progress)
+        first = None if writer.state is None else (writer.state[0], writer.state[1])
+        with closing(converted(files, mode, transform, size, workers, writer.count, first)) as images:
+            for image in images:
+                writer.add(image.data, [image.width, image.height])
+                progress(1)
+        writer.finish({"labels": None if labels is None else labels.tolist()})
+
+
 def converted(
-    files: ImageFiles, mode: str = "RGB", transform: str | None = None, size: tuple[int, int] | None = None, workers: int | None = None
-) -> Iterator[bytes]:
-    """Each image as a PNG of `mode` (RGB or L), cropped and scaled to `size` (width, height) by the `transform` of that name, or as
-    it is. The same bytes for any number of `workers`, default the processor's cores. UserError for damaged ones, and for sizes
-    that differ."""
-    workers = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) if workers is None else workers
+    files: ImageFiles,
+    mode: str = "RGB",
+    transform: str | None = None,
+    size: tuple[int, int] | None = None,
+    workers: int | None = None,
+    start: int = 0,
+    first: tuple[int, int] | None = None,
+) -> Iterator[Encoded]:
+    """Each image from number `start` on as a PNG of `mode` (RGB or L), cropped and scaled to `size` (width, height) by the `transform`
+    of that name, or as it is. The same bytes for any number of `workers`, default the processor's cores. UserError for damaged
+    ones, and for a size that is not that of the `first`."""
+    names = files.names[start:]
     convert = partial(_convert, files, mode, transform, size)
-    chunks = [files.names[start : start + CHUNK] for start in range(0, len(files.names), CHUNK)]
-    parts = map(convert, chunks) if workers <= 1 or len(chunks) < 2 else _in_order(convert, chunks, workers)
-    first: Encoded | None = None
-    for names, images in zip(chunks, parts):
-        for name, image in zip(names, images):
-            first = first or image
-            if image[1:] != first[1:]:
-                sizes = f"{image.width}x{image.height} but {files.names[0]} is {first.width}x{first.height}"
+    chunks = [names[i : i + CHUNK] for i in range(0, len(names), CHUNK)]
+    workers = min(len(chunks), _cores() if workers is None else workers)
+    parts = map(convert, chunks)
+    if workers > 1:
+        parts = in_order(ProcessPoolExecutor(workers, initializer=_serve), convert, chunks, AHEAD * workers)
+    for chunk, images in zip(chunks, parts):
+        for name, image in zip(chunk, images):
+            first = first or image[1:]
+            if image[1:] != first:
+                sizes = "{}x{} but {} is {}x{}".format(*image[1:], files.names[0], *first)
                 raise UserError(f"{files.where(name)} is {sizes}; give --resolution")
-            yield image.data
+            yield image
 
 
 def _convert(files: ImageFiles, mode: str, transform: str | None, size: tuple[int, int] | None, names: list[str]) -> list[Encoded]:
@@ -92,16 +134,16 @@ def _convert(files: ImageFiles, mode: str, transform: str | None, size: tuple[in
     return found
 
 
-def _in_order(convert: Callable[[list[str]], list[Encoded]], chunks: list[list[str]], workers: int) -> Iterator[list[Encoded]]:
-    """What several processes make of the chunks, of which only a few are on their way: they may be gigabytes."""
-    coming: deque[Future[list[Encoded]]] = deque()
-    with ProcessPoolExecutor(workers) as pool:
-        try:
-            for chunk in chunks:
-                coming.append(pool.submit(convert, chunk))
-                if len(coming) > AHEAD * workers:
-                    yield coming.popleft().result()
-            while coming:
-                yield coming.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _serve() -> None:
+    """In a worker: an interruption is for the process that asks, with which this one ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    wait([parent_process().sentinel])
+    os._exit(1)

@@ -15,11 +15,13 @@ import torch
 
 from edm2.errors import UserError
 from edm2.image_files import ImageFiles
+from edm2.latents import LatentFacts
 
 
 class Dataset(Protocol):
-    """What training reads. `image_shape` is (C, H, W), `dtype` uint8 or float32 (latents: 8 channels), `nbytes` the size of all
-    images in memory; indices are integers `[k]`. `load` may bring them there."""
+    """What training reads. `image_shape` is (C, H, W), `dtype` uint8 or float32 (latents: means, then standard deviations),
+    `nbytes` the size of all images in memory; indices are integers `[k]`. `load` may bring them there. Without an attribute
+    `latents` (`LatentFacts`) latents are taken for those of the official VAE."""
 
     image_shape: tuple[int, ...]
     dtype: np.dtype
@@ -38,10 +40,10 @@ class Dataset(Protocol):
 class ArrayDataset:
     """A `Dataset` of arrays: images uint8 `[n, C, H, W]` (or float32 latents), labels int `[n]`, float32 `[n, label_dim]` or None.
 
-    UserError if their shapes or types are others.
+    `latents` tells of which VAE they are, default the official one's. UserError if their shapes or types are others.
     """
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray | None = None):
+    def __init__(self, images: np.ndarray, labels: np.ndarray | None = None, latents: LatentFacts | None = None):
         if images.ndim != 4 or images.dtype not in (np.uint8, np.float32) or not len(images):
             raise UserError(f"images: expected uint8 or float32 [n, C, H, W], got {images.dtype} {list(images.shape)}")
         labels = np.zeros((len(images), 0), np.float32) if labels is None else np.asarray(labels)
@@ -49,7 +51,7 @@ class ArrayDataset:
             labels = np.eye(int(labels.max()) + 1, dtype=np.float32)[labels]
         if labels.ndim != 2 or labels.dtype != np.float32 or len(labels) != len(images):
             raise UserError(f"labels: expected int [n] from 0 on or float32 [n, label_dim], got {labels.dtype} {list(labels.shape)}")
-        self._images, self._labels = images, labels
+        self._images, self._labels, self.latents = images, labels, latents
         self.image_shape, self.dtype, self.label_dim, self.nbytes = images.shape[1:], images.dtype, labels.shape[1], images.nbytes
 
     def __len__(self) -> int:
@@ -72,7 +74,7 @@ class ImageDataset:
     means, then standard deviations). Integer labels become one-hot vectors, label_dim = their maximum + 1; without
     labels label_dim is 0. `mirror` doubles the length: item n + i is item i flipped along the width.
 
-    Attributes: path, names (of the files, sorted), image_shape (C, H, W), dtype, label_dim.
+    Attributes: path, names (of the files, sorted), image_shape (C, H, W), dtype, label_dim, latents (what is told of them).
     UserError in one line for any bad input; sizes are compared when an image is read, not all at the start.
     """
 
@@ -85,6 +87,7 @@ class ImageDataset:
             raise UserError(f"--cond needs labels: in {path} {lacks}; add them or pass --cond=False")
         first = self._files.array(self.names[0])
         self.image_shape, self.dtype = first.shape, first.dtype
+        self.latents = latent_facts(self._files) if first.dtype == np.float32 else None
         self.label_dim = _label_dim(self._labels)
         self._loaded = None  # [n,C,H,W] once load() was called
 
@@ -147,6 +150,15 @@ class ImageDataset:
                 f"{_describe(self.image_shape, self.dtype)}; `python -m edm2 dataset convert` makes images alike"
             )
         return image
+
+
+def latent_facts(files: ImageFiles) -> LatentFacts | None:
+    """What a dataset tells of its latents; None if nothing. UserError for what makes no sense."""
+    try:
+        facts = files.latents()
+        return None if facts is None else LatentFacts.from_json(facts)
+    except ValueError as e:
+        raise UserError(f"{files.where('dataset.json')} is malformed in what it tells of latents: {e}") from e
 
 
 def _label_dim(labels: np.ndarray | None) -> int:

@@ -4,24 +4,31 @@
 are label vectors. This is the layout of the official release's datasets.
 """
 
+import hashlib
 import io
 import json
 import os
+import re
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from edm2.ahead import in_order
 from edm2.errors import UserError
 from edm2.files import replacing
 
 LARGEST = 2**30  # bytes of a file in a ZIP, which may be compressed a thousandfold
 UNCOMPRESSED = 2**16  # bytes of an image from which on it is written as it is
+READ_AHEAD = 64  # files that are read before they are looked at
+EXPECTED = 'expected {"labels": [[file name, label], ...]} or null'
 MAX_CLASSES = 2**20  # a class index beyond is a mistake: one-hot labels would not fit in memory
 
 
@@ -29,7 +36,7 @@ class ImageFiles:
     """The image files of a folder (with its sub-folders) or ZIP: `names` sorted, relative to `path`.
 
     Hidden files and files of other kinds are skipped. Safe to fork and to pickle: each process opens the ZIP anew.
-    UserError if the path does not exist, is neither folder nor ZIP, or holds no image.
+    UserError if the path does not exist, is neither folder nor ZIP, holds no image, or files whose names lead out of it.
     """
 
     def __init__(self, path: str | Path):
@@ -37,7 +44,7 @@ class ImageFiles:
         self._zip, self._zip_pid = None, None
         if not self.path.exists():
             raise UserError(f"dataset {path} does not exist; give a folder or ZIP of images")
-        found = set(_walk(self.path) if self.path.is_dir() else self._open_zip().namelist())
+        found = set(_walk(self.path) if self.path.is_dir() else self._names_in_zip())
         suffixes = _image_suffixes()
         visible = (name for name in found if "/." not in f"/{name}")
         self.names = sorted(name for name in visible if os.path.splitext(name)[1].lower() in suffixes)
@@ -56,6 +63,12 @@ class ImageFiles:
             except Exception as e:  # of a damaged one it raises almost anything
                 raise UserError(f"{self.path} is neither a folder nor a readable ZIP ({e})") from e
         return self._zip
+
+    def _names_in_zip(self) -> list[str]:
+        names = self._open_zip().namelist()
+        for name in filter(_leads_out, names):
+            raise UserError(f"{self.path} holds {name!r}, which is no path inside it; remove or rename that")
+        return names
 
     def where(self, name: str) -> str:
         """The file's full name, for messages."""
@@ -93,6 +106,33 @@ class ImageFiles:
                 raise ValueError(f"expected uint8 or float32 [C,H,W], got {array.dtype} {list(array.shape)}")
             return np.ascontiguousarray(array)
 
+    def identity(self) -> str:
+        """A checksum of the files' names, sizes and times (in a ZIP: checksums)."""
+        digest = hashlib.sha256()
+        for name in self.names:
+            digest.update(repr((name, *self._stamp(name))).encode())
+        return digest.hexdigest()
+
+    def _stamp(self, name: str) -> tuple[int, int]:
+        with _reading(self.where(name)):
+            if self.path.is_dir():
+                stat = (self.path / name).stat()
+                return stat.st_size, stat.st_mtime_ns
+            info = self._open_zip().getinfo(name)
+            return info.file_size, info.CRC
+
+    def arrays(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, np.ndarray | UserError]]:
+        """Each file's name and `array`, or what is wrong with it, in order; read by several threads, a few ahead. Default: all."""
+
+        def read(name: str) -> np.ndarray | UserError:
+            try:
+                return self.array(name)
+            except UserError as e:
+                return e
+
+        names = self.names if names is None else names
+        return zip(names, in_order(ThreadPoolExecutor(os.cpu_count()), read, names, READ_AHEAD))
+
     def labels(self) -> np.ndarray | None:
         """Class indices int64 [n] or label vectors float32 [n,L] in the order of `names`; None if there are none.
 
@@ -100,18 +140,32 @@ class ImageFiles:
         """
         if not self.has_json:
             return None
-        where, text = self.where("dataset.json"), self.read("dataset.json")
+        where = self.where("dataset.json")
         try:
-            entries = json.loads(text)["labels"]
+            entries = self._facts()["labels"]
             table = None if entries is None else {name.replace("\\", "/"): label for name, label in entries}
-        except Exception as e:  # not JSON, not a dictionary, no such key, not pairs, not a name, ...
-            raise UserError(f'{where} is malformed; expected {{"labels": [[file name, label], ...]}} or null') from e
+        except UserError:
+            raise
+        except Exception as e:  # no such key, not pairs, not a name, ...
+            raise UserError(f"{where} is malformed; {EXPECTED}") from e
         if table is None:
             return None
         missing = next((name for name in self.names if name not in table), None)
         if missing is not None:
             raise UserError(f"{where} has no label for {missing}; add one or remove the file")
         return _label_array(where, self.names, [table[name] for name in self.names])
+
+
+    def latents(self) -> Any:
+        """What dataset.json tells of latents, as it stands there; None if nothing. UserError if it is malformed."""
+        return self._facts().get("latents") if self.has_json else None
+
+    def _facts(self) -> dict[str, Any]:
+        text = self.read("dataset.json")
+        try:
+            return dict(json.loads(text))
+        except (RecursionError, TypeError, ValueError) as e:  # not JSON, not a dictionary
+            raise UserError(f"{self.where('dataset.json')} is malformed; {EXPECTED}") from e
 
 
 def write_zip(path: str | Path, images: Iterable[np.ndarray | bytes], labels: Sequence | None = None) -> None:
@@ -123,14 +177,20 @@ def write_zip(path: str | Path, images: Iterable[np.ndarray | bytes], labels: Se
     names = []
     with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
         for i, image in enumerate(images):
-            names.append(f"{i // 1000:05d}/img{i:08d}.png")
-            _add(archive, names[-1], image if isinstance(image, bytes) else encode_png(image))
+            names.append(file_name(i, "png"))
+            add_file(archive, names[-1], image if isinstance(image, bytes) else encode_png(image))
         entries = None if labels is None else list(zip(names, labels, strict=True))
-        _add(archive, "dataset.json", json.dumps({"labels": entries}).encode())
+        add_file(archive, "dataset.json", json.dumps({"labels": entries}).encode())
 
 
 def _image_suffixes() -> set[str]:
     return {s for s, fmt in Image.registered_extensions().items() if fmt in Image.OPEN} | {".npy"}
+
+
+def _leads_out(name: str) -> bool:
+    """Absolute, on any system, or through a parent."""
+    parts = re.split(r"[/\\]", name)
+    return not parts[0] or ".." in parts or bool(re.match("[A-Za-z]:", name))
 
 
 def _walk(root: Path) -> Iterator[str]:
@@ -169,10 +229,20 @@ def _is_label(label, length: int | None) -> bool:
     return numbers and len(label) == length and all(abs(v) < 3e38 for v in label)  # finite in float32
 
 
-def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    info = zipfile.ZipInfo(name)  # dated 1980, so that equal content gives equal bytes
+def file_name(i: int, suffix: str) -> str:
+    """Of the file of this number in a dataset."""
+    return f"{i // 1000:05d}/img{i:08d}.{suffix}"
+
+
+def file_info(name: str) -> zipfile.ZipInfo:
+    """Of a file in a ZIP, not compressed; dated 1980, so that equal content gives equal bytes."""
+    info = zipfile.ZipInfo(name)
     info.create_system, info.external_attr = 3, 0o644 << 16  # else unzip creates unreadable files
-    archive.writestr(info, data)
+    return info
+
+
+def add_file(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    archive.writestr(file_info(name), data)
 
 
 def encode_png(image: np.ndarray) -> bytes:

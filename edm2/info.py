@@ -106,7 +106,9 @@ def _dataset(path: Path) -> Facts:
     dataset = ImageDataset(path, use_labels=ImageFiles(path).labels() is not None)
     channels, height, width = dataset.image_shape
     kind = "latents" if dataset.dtype.kind == "f" else "images"
+    told = {} if dataset.latents is None else dataset.latents.to_json()
     return {
         "kind": "dataset", kind: len(dataset), "size": f"{width}x{height}, {channels} channels, {dataset.dtype}",
         "labels": dataset.label_dim or "none", "first": dataset.names[0], "bytes when decoded": dataset.nbytes,
+        **told,
     }  # fmt: skip

@@ -3,7 +3,9 @@
 An encoder is saved with every snapshot (`config()`), so that a sample can be turned back into what it stands for.
 """
 
+import re
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -20,6 +22,41 @@ RAW_STATISTICS = {
 
 
 VAE = "stabilityai/sd-vae-ft-mse"
+
+
+@dataclass(frozen=True)
+class LatentFacts:
+    """What a dataset of latents tells of them, as `latents` in its `dataset.json`: the name of the VAE and the SHA-256 of its
+    weights (None: not known), the range of the pixels that it was fed with, (0, 1) or (-1, 1), and the mean and standard deviation
+    of each channel over the dataset. ValueError for others."""
+
+    vae: str
+    pixel_range: tuple[int, int]
+    raw_mean: tuple[float, ...]
+    raw_std: tuple[float, ...]
+    vae_sha256: str | None = None
+
+    def __post_init__(self):
+        numbers = (*self.raw_mean, *self.raw_std)
+        if not isinstance(self.vae, str) or not self.vae or tuple(self.pixel_range) not in RAW_STATISTICS:
+            raise ValueError("they have no VAE, or no known range of pixels")
+        if not len(self.raw_mean) == len(self.raw_std) > 0 or not all(type(x) in (int, float) and abs(x) < 1e30 for x in numbers):
+            raise ValueError("their means and standard deviations are not a number for each channel")
+        if min(self.raw_std) <= 0:
+            raise ValueError("their standard deviations are not positive")
+        if self.vae_sha256 is not None and not re.fullmatch("[0-9a-f]{64}", self.vae_sha256):
+            raise ValueError("what stands for the SHA-256 of the VAE is none")
+
+    @classmethod
+    def from_json(cls, facts: Any) -> "LatentFacts":
+        """ValueError for what are none."""
+        try:
+            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()})
+        except (AttributeError, TypeError) as e:
+            raise ValueError("they are no such facts") from e
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 class RGBEncoder:
@@ -71,6 +108,11 @@ class LatentEncoder:
         scale = final_std / np.array(self.raw_std, np.float64)
         self.scale = torch.tensor(scale, dtype=torch.float32).reshape(-1, 1, 1)
         self.bias = torch.tensor(-np.array(self.raw_mean) * scale, dtype=torch.float32).reshape(-1, 1, 1)
+
+    @classmethod
+    def of(cls, facts: LatentFacts) -> "LatentEncoder":
+        """Of a dataset, by its own statistics."""
+        return cls(facts.raw_mean, facts.raw_std, vae=facts.vae, pixel_range=facts.pixel_range)
 
     def config(self) -> dict[str, Any]:
         """JSON form, understood by `encoder_from_config`."""
@@ -136,15 +178,50 @@ def check_channels(encoder: Encoder, channels: int) -> None:
         raise ValueError(f"its encoder is for {len(encoder.raw_mean)} channels and its network for {channels}")
 
 
-def encoder_for(channels: int, dtype: np.dtype, pixel_range: Sequence[int] = (0, 1)) -> tuple[Encoder, int]:
+STATISTICS = "published", "data"  # for `encoder_for`
+
+
+def encoder_for(
+    channels: int,
+    dtype: np.dtype,
+    pixel_range: Sequence[int] | None = None,
+    facts: LatentFacts | None = None,
+    statistics: str | None = None,
+) -> tuple[Encoder, int]:
     """The encoder for a dataset of such arrays `[channels, H, W]`, and the number of channels that the network sees.
 
-    `pixel_range` is that of latents; UserError if another than the default is given for pixels.
+    `facts` is what a dataset of latents tells of itself; one that does not is taken for the official VAE's. Latents are standardised
+    by the `published` statistics of ImageNet or by those of the `data`; default: published for the official VAE.
+    UserError for options that the dataset contradicts.
     """
     if dtype == np.uint8:
-        if _known_range(pixel_range) != (0, 1):
-            raise UserError("--pixel-range is for datasets of VAE latents; this one holds pixels")
+        if pixel_range is not None and _known_range(pixel_range) != (0, 1) or statistics is not None:
+            raise UserError("--pixel-range and --latent-stats are for datasets of VAE latents; this one holds pixels")
         return RGBEncoder(), channels
-    if channels == 8:
-        return LatentEncoder(pixel_range=pixel_range), 4
-    raise UserError(f"float32 arrays must be latents of 8 channels (4 means and 4 standard deviations), got {channels}")
+    if facts is None:
+        if channels != 8:
+            raise UserError(f"float32 arrays must be latents of 8 channels (4 means and 4 standard deviations), got {channels}")
+        if statistics == "data":
+            raise UserError("--latent-stats=data: this dataset does not tell its statistics; `python -m edm2 dataset encode` records them")
+        return LatentEncoder(pixel_range=pixel_range or (0, 1)), 4
+    if channels != 2 * len(facts.raw_mean):
+        raise UserError(f"the arrays have {channels} channels, and dataset.json tells of {len(facts.raw_mean)} means and deviations")
+    if pixel_range is not None and _known_range(pixel_range) != facts.pixel_range:
+        ranges = *pixel_range, *facts.pixel_range
+        raise UserError("--pixel-range {},{}: the dataset tells that its pixels were in [{}, {}]".format(*ranges))
+    if statistics == "published" and facts.vae != VAE:
+        raise UserError(f"--latent-stats=published are those of {VAE}, and these latents are of {facts.vae}")
+    if facts.vae == VAE and statistics != "data":
+        return LatentEncoder(pixel_range=facts.pixel_range), channels // 2
+    return LatentEncoder.of(facts), channels // 2
+
+
+def differences(a: Encoder, b: Encoder) -> dict[str, str]:
+    """What two encoders have unlike, for messages: of each key of `config()` both values."""
+    a, b = a.config(), b.config()
+    unlike = [key for key in sorted(a.keys() | b.keys()) if _plain(a.get(key)) != _plain(b.get(key))]
+    return {key: f"{key} {_plain(a.get(key))} and {_plain(b.get(key))}" for key in unlike}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,6 +1,6 @@
 """A run's network, optimizer and data in one process, and the random numbers that belong to its images."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from edm2.diagnostics import NoiseLevels, gradient_norm, magnitudes
 from edm2.distributed import Processes
 from edm2.errors import UserError
 from edm2.held_out import HeldOut
-from edm2.latents import Encoder, encoder_for
+from edm2.inputs import check_alike, open_dataset, start_from
+from edm2.latents import differences, encoder_from_config
 from edm2.layers import force_weight_norm_
 from edm2.loss import EDM2Loss, denoising_loss
 from edm2.names import snapshot_name
 from edm2.network import Precond
-from edm2.networks import open_snapshot
 from edm2.optimizer import EDM2Optimizer, learning_rate_schedule, trained_parameters
 from edm2.prefetch import Prefetcher
 from edm2.sharding import Shards
@@ -74,7 +74,7 @@ class Trainer:
             keep_freed_memory()
         if state is None:
             if self.config.init is not None:
-                self.licence = start_from(self.net, self.config.init)
+                self.licence = start_from(self.net, self.config.init, self.encoder)
             force_weight_norm_(self.net)
         else:
             self._resume(state)
@@ -132,6 +132,7 @@ class Trainer:
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "licence": self.licence,
+            "encoder": self.encoder.config(),
         }
 
     def save_state(self, outdir: Path, elapsed: float) -> None:
@@ -168,9 +169,7 @@ class Trainer:
         if dataset is None and self.config.held_out is None:
             return None
         dataset = ImageDataset(self.config.held_out, use_labels=self.config.cond) if dataset is None else dataset
-        kinds = [(tuple(each.image_shape), str(each.dtype)) for each in (dataset, self.dataset)]
-        if kinds[0] != kinds[1]:
-            raise UserError("the held-out images are {} of {}, those to train on {} of {}".format(*kinds[0], *kinds[1]))
+        check_alike(dataset, self.dataset)
         levels = NoiseLevels(self.procs, self.levels.weighted)
         at_once = self.config.micro_batch(self.procs.world_size)
         return HeldOut(dataset, self.net, self.encoder, losses, self.loss, levels, self.procs, at_once)
@@ -197,27 +196,18 @@ class Trainer:
             self.net.load_state_dict(state["net"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.nimg, self.elapsed, self.licence = state["nimg"], state["elapsed"], state.get("licence")
+            unlike = differences(encoder_from_config(state["encoder"]), self.encoder) if state.get("encoder") else {}
         except (KeyError, RuntimeError, TypeError, ValueError) as e:
             reason = str(e).splitlines()[0]
             raise UserError(f"the training state in {self.config.outdir} is of another network ({reason})") from e
+        if unlike:
+            raise UserError(f"the run in {self.config.outdir} began with other data ({'; '.join(unlike.values())})")
 
 
 @torch.no_grad()
 def fingerprint(net: Precond) -> Tensor:
     """int64 `[number of parameters]`: sums of their bits."""
     return torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in net.parameters()])
-
-
-def open_dataset(config: TrainingConfig, dataset: Dataset | None = None) -> tuple[Dataset, Encoder, tuple[int, int, int]]:
-    """The dataset of a run (that which is given), its encoder, and the shape `(C, H, W)` of what the network sees. UserError if
-    unfit."""
-    if dataset is None:
-        dataset = ImageDataset(config.data, use_labels=config.cond, mirror=config.mirror)
-    channels, height, width = dataset.image_shape
-    if height != width:
-        raise UserError(f"{config.data or 'the dataset'} holds images of {width}x{height}; training needs square ones")
-    encoder, net_channels = encoder_for(channels, dataset.dtype, config.pixel_range)
-    return dataset, encoder, (net_channels, height, width)
 
 
 @dataclass
@@ -254,29 +244,6 @@ class Draws:
     def part(self, part: slice) -> dict[str, Tensor | None]:
         """Of a `Round`."""
         return {name: None if x is None else x[part] for name, x in vars(self).items()}
-
-
-def start_from(net: Precond, path: str) -> str | None:
-    """Copy the weights of a snapshot into `net`; the class embedding stays as drawn where the label count differs.
-
-    Returns the licence that the snapshot tells of. UserError if the networks differ otherwise.
-    """
-    snapshot = open_snapshot(path)
-    source = snapshot.net.state_dict()
-    target = net.state_dict()
-    if net.label_dim != source.get("unet.emb_label.weight", torch.empty(0, 0)).shape[1]:
-        source.pop("unet.emb_label.weight", None)
-        if net.label_dim:
-            source["unet.emb_label.weight"] = target["unet.emb_label.weight"]
-    unlike = [k for k in sorted(source.keys() | target.keys()) if _shape(source, k) != _shape(target, k)]
-    if unlike:
-        raise UserError(f"--init {path} is another network: {unlike[0]} differs, and {len(unlike) - 1} more")
-    net.load_state_dict(source)
-    return snapshot.meta.get("licence")
-
-
-def _shape(tensors: Mapping[str, Tensor], key: str) -> torch.Size | None:
-    return tensors[key].shape if key in tensors else None
 
 
 def _mix(*numbers: int) -> int:

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -59,6 +59,11 @@ class VAEEncoder:
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
         """Standardised latents `[N, C, h, w]` → uint8 pixels `[N, 3, 8h, 8w]`, on the VAE's device."""
+        return self.decode_raw(self.latents.decode(x))
+
+    @torch.no_grad()
+    def decode_raw(self, x: Tensor) -> Tensor:
+        """The same of the VAE's own latents, which are not standardised."""
         return self._in_batches(self._pixels, x)
 
     @torch.no_grad()
@@ -73,7 +78,7 @@ class VAEEncoder:
         return self._in_batches(self._moments, x)
 
     def _pixels(self, x: Tensor) -> Tensor:
-        y = self.vae.decode(self._as_input(self.latents.decode(x))).sample
+        y = self.vae.decode(self._as_input(x)).sample
         if self.latents.pixel_range == (-1, 1):
             return RGBEncoder().decode(y)
         return (y.float().clamp(0, 1) * 255).to(torch.uint8)
@@ -107,8 +112,25 @@ def load_vae(encoder: LatentEncoder, path: str | Path | None = None, device: str
     """
     if path is None and encoder.vae != VAE:
         raise UserError(f"its latents are those of the VAE {encoder.vae[:200]!r}; give that, or a folder that holds it, with --vae")
-    kind, folder = autoencoder_kl(), _folder(str(path or encoder.vae))
-    loaded = VAEEncoder(encoder, _read(kind, folder).to(device), fast)
+    return _load(str(path or encoder.vae), lambda vae: encoder, device, fast)
+
+
+def load_vae_to_encode(
+    name: str, pixel_range: Sequence[int] = (0, 1), path: str | Path | None = None, device: str | torch.device = "cpu", fast: bool = False
+) -> VAEEncoder:
+    """The VAE at `path`, default at `name`, for `encode_pixels`: what standardises its latents is not known yet. Errors as `load_vae`."""
+
+    def plain(vae: "AutoencoderKL") -> LatentEncoder:
+        channels = vae.config.latent_channels
+        return LatentEncoder((0.0,) * channels, (1.0,) * channels, vae=name, pixel_range=pixel_range)
+
+    return _load(str(path or name), plain, device, fast)
+
+
+def _load(path: str, encoder: Callable[["AutoencoderKL"], LatentEncoder], device: str | torch.device, fast: bool) -> VAEEncoder:
+    kind, folder = autoencoder_kl(), _folder(path)
+    vae = _read(kind, folder)
+    loaded = VAEEncoder(encoder(vae), vae.to(device), fast)
     loaded.sha256 = sha256(folder / FILES[1])
     return loaded
 

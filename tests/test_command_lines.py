@@ -9,6 +9,7 @@ from PIL import Image
 
 import train
 from edm2.cli.main import main as tools
+from edm2.latents import VAE
 from tests.command_lines import call, refused
 
 
@@ -58,7 +59,7 @@ class TestTrain:
             (["--batch=8Gb"], "no count of images"),
             (["--label-dropout=1"], "--label-dropout"),
             (["--label-dropout=0.1", "--cond=False"], "--label-dropout needs labels"),
-            (["--pixel-range=-1,1"], "--pixel-range is for datasets of VAE latents; this one holds pixels"),
+            (["--pixel-range=-1,1"], "--pixel-range and --latent-stats are for datasets of VAE latents; this one holds pixels"),
             (["--pixel-range=0,255"], "--pixel-range"),
             (["--lr=-1"], "--lr"),
             (["--lr=nan"], "nan is no finite number"),
@@ -76,9 +77,10 @@ class TestTrain:
         (tmp_path / "latents").mkdir()
         np.save(tmp_path / "latents" / "0.npy", np.ones((8, 8, 8), np.float32))
         latents = [*digits, f"--data={tmp_path}/latents", "--cond=False", "-n"]
-        for args, expected in ([], "(0, 1)"), (["--pixel-range", "-1,1"], "(-1, 1)"):
+        for args, expected in ([], "[0, 1]"), (["--pixel-range", "-1,1"], "[-1, 1]"), (["--pixel-range=0,1"], "[0, 1]"):
             result = call(train.main, *latents, *args)
-            assert result.exit_code == 0 and f"pixel_range      {expected}\n" in result.output, result.output
+            lines = result.output.splitlines()
+            assert result.exit_code == 0 and f"latents          of {VAE}, of pixels in {expected}" in lines, result.output
 
     def test_another_runs_folder(self, digits, tmp_path):
         call(train.main, *digits)

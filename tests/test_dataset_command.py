@@ -1,8 +1,13 @@
 """`python -m edm2 dataset`."""
 
 import io
+import json
 import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +16,9 @@ from PIL import Image
 
 import edm2.cli.dataset as cli
 from edm2 import conversion
-from edm2.conversion import TRANSFORMS, center_crop, center_crop_dhariwal, center_crop_wide
+from edm2.conversion import TRANSFORMS, center_crop, center_crop_dhariwal, center_crop_wide, convert_dataset
 from edm2.data import ImageDataset
+from edm2.dataset_writer import DatasetWriter
 from edm2.image_files import ImageFiles, encode_png, write_zip
 from tests.dataset_files import PNG, encode, fails, make, pixels
 
@@ -136,6 +142,73 @@ def test_convert_errors(tmp_path):
         run("convert", source, out, "--resolution", 4)
     run("convert", source, out, "--resolution", 4, "--overwrite")
     assert len(ImageDataset(out, use_labels=False)) == 4
+
+
+def interrupt_at(monkeypatch, count: int) -> None:
+    add = DatasetWriter.add
+
+    def some(writer, *args):
+        if writer.count == count:
+            monkeypatch.setattr(DatasetWriter, "add", add)
+            raise KeyboardInterrupt
+        add(writer, *args)
+
+    monkeypatch.setattr(DatasetWriter, "add", some)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_convert_goes_on(numbered, tmp_path, monkeypatch, workers):
+    """After an interruption, to the same bytes; anew with other options."""
+    monkeypatch.setattr(conversion, "CHUNK", 3)
+    run("convert", numbered, tmp_path / "whole.zip")
+    interrupt_at(monkeypatch, 4)
+    result = CliRunner().invoke(cli.dataset, ["convert", str(numbered), f"{tmp_path}/a.zip"])
+    assert result.exit_code == 1 and "Interrupted: what is done is kept, and the same command goes on." in result.output
+    told, files = [], ImageFiles(numbered)
+    convert_dataset(files, tmp_path / "a.zip", files.labels(), workers=workers, progress=told.append)
+    assert told == [4] + [1] * 6 and (tmp_path / "a.zip").read_bytes() == (tmp_path / "whole.zip").read_bytes()
+
+
+def test_convert_begins_anew(numbered, tmp_path, monkeypatch):
+    interrupt_at(monkeypatch, 4)
+    with pytest.raises(KeyboardInterrupt):
+        convert_dataset(ImageFiles(numbered), tmp_path / "a.zip", mode="L")
+    with pytest.warns(UserWarning, match="a.zip is begun anew: what was there was made otherwise, or of other files"):
+        convert_dataset(ImageFiles(numbered), tmp_path / "a.zip")
+    assert ImageDataset(tmp_path / "a.zip", use_labels=False).image_shape[0] == 3
+
+
+def test_sizes_are_compared_after_an_interruption(tmp_path, monkeypatch):
+    source = make(tmp_path / "d", {f"{i}.png": encode(pixels(i, 8, 8 + (i == 9))) for i in range(10)})
+    interrupt_at(monkeypatch, 6)
+    with pytest.raises(KeyboardInterrupt):
+        convert_dataset(ImageFiles(source), tmp_path / "a.zip")
+    with fails("9.png is 9x8 but 0.png is 8x8"):
+        convert_dataset(ImageFiles(source), tmp_path / "a.zip")
+    assert os.listdir(tmp_path) == ["d"]
+
+
+def test_a_hint_at_labels(tmp_path):
+    files = {f"{c}/{i}.png": PNG for c in "abc" for i in range(2)}
+    source = make(tmp_path / "d", files)
+    assert "Note: no labels; --labels-from-folders would make a class of each of 3 folders" in run("convert", source, tmp_path / "a.zip")
+    assert "Note" not in run("convert", source, tmp_path / "b.zip", "--labels-from-folders")
+    assert "Note" not in run("convert", make(tmp_path / "e", files, None), tmp_path / "c.zip")
+
+
+def test_a_signal_to_all(tmp_path):
+    """As a terminal sends it, also to the workers: one line, no traceback, and the command goes on later."""
+    source = make(tmp_path / "d.zip", {f"{i:04}.png": encode(pixels(i % 7, 64, 64, 3)) for i in range(3000)})
+    command = [sys.executable, "-m", "edm2", "dataset", "convert", source, tmp_path / "a.zip", "--resolution=256", "--workers=2"]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+    part = tmp_path / ".a.zip.part"
+    while not part.exists() or part.stat().st_size < 2**20:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    error = process.communicate()[1]
+    assert process.returncode == 1
+    assert error.split("\n") == ["Interrupted: what is done is kept, and the same command goes on.", "", "Aborted!", ""]
+    assert 0 < json.loads((tmp_path / ".a.zip.part.json").read_text())["count"] < 3000
 
 
 def test_other_crops():

@@ -243,6 +243,15 @@ def test_file_that_vanished(tmp_path):
 # Writing
 
 
+@pytest.mark.parametrize("name", ["../b.png", "a/../../b.png", "/b.png", "\\\\b\\c.png", "C:\\b.png", "..\\b.png", "../notes.txt"])
+def test_names_that_lead_out(tmp_path, name):
+    make(tmp_path / "a.zip", {"a.png": PNG, name: PNG})
+    with fails("a.zip holds .* which is no path inside it; remove or rename that"):
+        ImageFiles(tmp_path / "a.zip")
+    make(tmp_path / "b.zip", {"a.png": PNG, "a..b/..c.png": PNG, "b..png": PNG})
+    assert ImageFiles(tmp_path / "b.zip").names == ["a.png", "b..png"]
+
+
 def test_write_zip_layout_and_determinism(tmp_path):
     images = [pixels(i, 4, 6, 3) for i in range(1001)]
     labels = [i % 7 for i in range(1001)]

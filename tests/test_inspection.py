@@ -9,7 +9,8 @@ import torch
 
 from edm2.cli.main import main
 from edm2.image_files import write_zip
-from edm2.inspection import faults, latent_statistics
+from edm2.inspection import faults
+from edm2.latent_statistics import latent_statistics
 from edm2.latents import LatentEncoder
 from tests.command_lines import call, refused
 

@@ -271,18 +271,20 @@ class TestLatents:
         snapshots = list(Path(latents.outdir).glob("network-snapshot-*"))
         assert snapshots and all(edm2.load_snapshot(path).encoder.config() == trainer.encoder.config() for path in snapshots)
         edm2.train(replace(corrected, duration=24))
-        with pytest.raises(edm2.UserError, match=r"pixel_range: \[-1, 1\] there, \[0, 1\] here"):
+        with pytest.raises(edm2.UserError, match=r"pixel_range: \[-1, 1\] there, None here"):
             edm2.train(latents)
 
     def test_runs_that_do_not_record_it_had_the_official_one(self, latents):
         edm2.train(latents)
         path = Path(latents.outdir) / "training_options.json"
         options = json.loads(path.read_text())
-        assert options.pop("pixel_range") == [0, 1]
+        assert options.pop("pixel_range") is None
         path.write_text(json.dumps(options))
-        with pytest.raises(edm2.UserError, match=r"pixel_range: \[0, 1\] there, \[-1, 1\] here"):
+        with pytest.raises(edm2.UserError, match=r"pixel_range: None there, \[-1, 1\] here"):
             edm2.train(replace(latents, pixel_range=(-1, 1)))
         assert edm2.train(options | {"duration": 24}).nimg == 24
+        path.write_text(json.dumps(options | {"pixel_range": [0, 1]}))  # as it was recorded once
+        assert edm2.train(options | {"duration": 32}).nimg == 32
 
     def test_damaged_latents_stop_the_run(self, latents):
         np.save(Path(latents.data) / "2.npy", np.full((8, 8, 8), np.nan, np.float32))

@@ -295,7 +295,7 @@ class TestRecordedFacts:
 
     def test_pixels_have_no_range(self):
         assert type(encoder_for(3, torch.zeros(0, dtype=torch.uint8).numpy().dtype, [0, 1])[0]) is RGBEncoder
-        with fails("--pixel-range is for datasets of VAE latents"):
+        with fails("--pixel-range and --latent-stats are for datasets of VAE latents"):
             encoder_for(3, torch.zeros(0, dtype=torch.uint8).numpy().dtype, (-1, 1))
 
 

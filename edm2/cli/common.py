@@ -74,6 +74,21 @@ class Resolution(click.ParamType):
         return int(match[1]), int(match[2] or match[1])
 
 
+class PixelRange(click.Choice):
+    """What a VAE is fed with: `0,1` or `-1,1`."""
+
+    name = "LO,HI"
+
+    def __init__(self) -> None:
+        super().__init__(["0,1", "-1,1"])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        low, high = super().convert(value, param, ctx).split(",")
+        return int(low), int(high)
+
+
 class Duration(click.ParamType):
     """Hours, minutes and seconds in seconds: `11:50:00`, `90m`, `12h`, `1.5d`."""
 

@@ -1,7 +1,9 @@
-"""`python -m edm2 dataset`: make datasets."""
+"""`python -m edm2 dataset`: make datasets, and look at them. (Latents: `edm2.cli.latents`.)"""
 
 import json
-from contextlib import closing
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -9,12 +11,13 @@ import numpy as np
 from tqdm import tqdm
 
 from edm2.cli.common import Resolution
-from edm2.conversion import TRANSFORMS, converted
+from edm2.conversion import TRANSFORMS, convert_dataset
 from edm2.data import ImageDataset
 from edm2.errors import UserError
 from edm2.files import make_folder
 from edm2.image_files import ImageFiles, write_zip
-from edm2.inspection import faults, latent_statistics
+from edm2.inspection import faults
+from edm2.latent_statistics import latent_statistics
 
 
 @click.group()
@@ -31,7 +34,7 @@ def digits(dest: Path, overwrite: bool) -> None:
     if dest.exists() and not overwrite and _holds(dest, images, labels):
         click.echo(f"{dest} already holds the digits; left as it is")
         return
-    _refuse_existing(dest, overwrite)
+    refuse_existing(dest, overwrite)
     make_folder(dest.parent)
     write_zip(dest, images, labels)
     click.echo(f"wrote {dest}: {len(images)} images")
@@ -56,14 +59,17 @@ def convert(
     center-crop-dhariwal resizes as ADM did for ImageNet: halve with a box filter while the short side is at least twice the
     target, bring it to the target bicubically, crop the centre. center-crop scales the largest area of the wanted shape, and
     center-crop-wide adds black above and below, so that the image is square. Labels come from SOURCE's dataset.json if it has one.
+
+    After an interruption the same command goes on where it was.
     """
-    _refuse_existing(dest, overwrite)
+    refuse_existing(dest, overwrite)
     files = ImageFiles(source)
     labels = folder_labels(files) if labels_from_folders else files.labels()
-    images = converted(files, "L" if grey else "RGB", None if resolution is None else transform, resolution, workers)
-    make_folder(dest.parent)
-    with closing(images):
-        write_zip(dest, tqdm(images, total=len(files.names), unit="img", disable=None), None if labels is None else labels.tolist())
+    if labels is None and not files.has_json and (folders := {name.split("/")[0] for name in files.names if "/" in name}):
+        click.echo(f"Note: no labels; --labels-from-folders would make a class of each of {len(folders)} folders", err=True)
+    with resumable_bar(len(files.names)) as bar:
+        resized = None if resolution is None else transform
+        convert_dataset(files, dest, labels, "L" if grey else "RGB", resized, resolution, workers, bar.update)
     classes = "no labels" if labels is None else "labels"
     click.echo(f"wrote {dest}: {len(files.names)} images, {classes}")
 
@@ -75,7 +81,7 @@ def check(path: Path) -> None:
     fit. The exit code is 1 if there is one."""
     count = len(ImageFiles(path).names)
     found = 0
-    with tqdm(total=count, unit="img", disable=None) as bar:
+    with files_bar(count) as bar:
         for line in faults(path, bar.update):
             tqdm.write(" ".join(line.split()))
             found += 1
@@ -89,9 +95,26 @@ def check(path: Path) -> None:
 def stats(path: Path) -> None:
     """Mean and standard deviation of a dataset of VAE latents by channel, as `edm2.latents.LatentEncoder` takes them for another
     VAE than the official one."""
-    with tqdm(total=len(ImageFiles(path).names), unit="img", disable=None) as bar:
+    with files_bar(len(ImageFiles(path).names)) as bar:
         found = latent_statistics(path, bar.update)
     click.echo(json.dumps(found._asdict()))
+
+
+def files_bar(total: int, shown: bool = True) -> tqdm:
+    """On a terminal."""
+    return tqdm(total=total, unit="img", disable=None if shown else True)
+
+
+@contextmanager
+def resumable_bar(total: int, shown: bool = True) -> Iterator[tqdm]:
+    """Of what an interruption leaves to be gone on with."""
+    with files_bar(total, shown) as bar:
+        try:
+            yield bar
+        except KeyboardInterrupt:
+            if shown:
+                tqdm.write("Interrupted: what is done is kept, and the same command goes on.", file=sys.stderr)
+            raise
 
 
 def load_digits() -> tuple[np.ndarray, list[int]]:
@@ -113,7 +136,7 @@ def folder_labels(files: ImageFiles) -> np.ndarray:
     return np.unique(folders, return_inverse=True)[1]
 
 
-def _refuse_existing(dest: Path, overwrite: bool) -> None:
+def refuse_existing(dest: Path, overwrite: bool) -> None:
     if dest.exists() and not overwrite:
         raise UserError(f"{dest} exists; choose another name or give --overwrite")
 

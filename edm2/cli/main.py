@@ -4,8 +4,8 @@ import click
 
 from edm2.cli.calibrate import calibrate_run
 from edm2.cli.common import Group
-from edm2.cli.dataset import dataset
 from edm2.cli.info import info
+from edm2.cli.latents import dataset
 from edm2.cli.metrics import metrics
 from edm2.cli.network import export_network, import_networks
 from edm2.cli.phema import phema
