@@ -7,6 +7,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,7 @@ from edm2.files import make_folder
 from edm2.image_files import add_file, file_info, file_name
 
 RECORDED = 20.0  # seconds between records of what is on the disk
+SENT = 2**26  # bytes that are sent there at a time
 HEADER = struct.Struct("<4s5H3I2H")  # of a file in a ZIP
 
 
@@ -36,6 +38,8 @@ class DatasetWriter:
         self.part, self.record, self.new_record, _ = hidden
         self.lock = FileLock(hidden[-1])
         self.count, self.state, self.anew, self.finished = 0, None, False, False
+        self.unsent, self.sender, self.sending = 0, ThreadPoolExecutor(1), Future()
+        self.sending.set_result(None)
 
     def __enter__(self) -> "DatasetWriter":
         make_folder(self.path.parent)
@@ -63,6 +67,7 @@ class DatasetWriter:
         try:
             add_file(self.archive, file_name(self.count, self.suffix), data)
             self.count, self.state = self.count + 1, state
+            self._send(len(data))
             if time.monotonic() - self.recorded > RECORDED:
                 self._write_record()
         except OSError as e:
@@ -76,6 +81,7 @@ class DatasetWriter:
         try:
             add_file(self.archive, "dataset.json", json.dumps(facts | {"labels": entries}).encode())
             self.archive.close()
+            self.sending.result()
             self._flush()
             self.file.close()
             os.replace(self.part, self.path)
@@ -88,6 +94,7 @@ class DatasetWriter:
         if interrupted and not self.file.closed:
             with suppress(OSError):  # an older record serves
                 self._write_record()
+        self.sender.shutdown()
         self.archive.fp = None  # else it would write its directory when it is let go
         with suppress(OSError):  # of what a full disk did not take
             self.file.close()
@@ -137,6 +144,14 @@ class DatasetWriter:
             os.fsync(file.fileno())
         os.replace(self.new_record, self.record)
         self.recorded = time.monotonic()
+
+    def _send(self, size: int) -> None:
+        """Begin to bring to the disk what was written: at the end there is little left to wait for."""
+        self.unsent += size
+        if self.unsent > SENT and self.sending.done():
+            self.unsent = 0
+            self.file.flush()
+            self.sending = self.sender.submit(os.fsync, self.file.fileno())
 
     def _flush(self) -> None:
         self.file.flush()

@@ -85,9 +85,24 @@ def test_center_crop_sizes_and_halvings(monkeypatch, size, halvings):
     resize = Image.Image.resize
     monkeypatch.setattr(Image.Image, "resize", lambda s, size, f: filters.append(f) or resize(s, size, f))
     image = center_crop_dhariwal(Image.new("RGB", size, (10, 200, 77)), 8, 8)
-    assert filters == [Image.Resampling.BOX] * halvings + [Image.Resampling.BICUBIC]
+    assert filters == [Image.Resampling.BOX] * halvings + [Image.Resampling.BICUBIC] * 2
     assert image.size == (8, 8)
     assert (np.asarray(image) == (10, 200, 77)).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_crop_changes_nothing_of_the_scaling(seed):
+    """To the bit: scaled as a whole, then cropped."""
+    random = np.random.RandomState(seed)
+    height, width = random.randint(40, 200, 2)
+    target = int(random.choice([16, 33, 40]))
+    image = whole = Image.fromarray(pixels(seed, height, width, 3))
+    while min(whole.size) >= 2 * target:
+        whole = whole.resize((whole.width // 2, whole.height // 2), Image.Resampling.BOX)
+    scale = target / min(whole.size)
+    whole = whole.resize((round(whole.width * scale), round(whole.height * scale)), Image.Resampling.BICUBIC)
+    left, top = (whole.width - target) // 2, (whole.height - target) // 2
+    np.testing.assert_array_equal(center_crop_dhariwal(image, target, target), np.asarray(whole)[top : top + target, left : left + target])
 
 
 def test_center_crop_takes_the_centre():

@@ -10,6 +10,7 @@ import click
 import numpy as np
 from tqdm import tqdm
 
+from edm2.backends import keep_freed_memory
 from edm2.cli.common import Resolution
 from edm2.conversion import TRANSFORMS, convert_dataset
 from edm2.data import ImageDataset
@@ -67,6 +68,7 @@ def convert(
     labels = folder_labels(files) if labels_from_folders else files.labels()
     if labels is None and not files.has_json and (folders := {name.split("/")[0] for name in files.names if "/" in name}):
         click.echo(f"Note: no labels; --labels-from-folders would make a class of each of {len(folders)} folders", err=True)
+    keep_freed_memory()
     with resumable_bar(len(files.names)) as bar:
         resized = None if resolution is None else transform
         convert_dataset(files, dest, labels, "L" if grey else "RGB", resized, resolution, workers, bar.update)
