@@ -35,6 +35,8 @@ from edm2.training import train
 @click.option("--P_std", "P_std", type=Float(above=0), help="Its spread.")
 @click.option("--lr", type=Float(above=0), help="Reference learning rate.")
 @click.option("--decay", metavar="BATCHES", type=Float(0), help="Batches after which it decays; 0 = never.")
+@click.option("--rampup", "rampup_Mimg", type=ImageCount(), callback=lambda _, __, images: None if images is None else images / 1e6,
+              help="Images over which it grows to its full value at first.")  # fmt: skip
 @click.option("--batch-gpu", type=ImageCount(), help="Limit on the batch per GPU; the rest by accumulation.")
 @click.option("--fp16", metavar="BOOL", type=bool, default=True, show_default=True, help="Mixed precision on GPUs?")
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Type of activations on GPUs; bf16 also on a CPU.  [as --fp16]")

@@ -82,6 +82,10 @@ class TestTrain:
             lines = result.output.splitlines()
             assert result.exit_code == 0 and f"latents          of {VAE}, of pixels in {expected}" in lines, result.output
 
+    def test_rampup(self, digits):
+        for args, expected in ([], "0.01"), (["--rampup=128Ki"], "0.131072"), (["--rampup=0"], "0.0"):
+            assert f"rampup_Mimg      {expected}\n" in call(train.main, *digits, "-n", *args).output
+
     def test_another_runs_folder(self, digits, tmp_path):
         call(train.main, *digits)
         line = refused(train.main, *digits, "--lr=0.5", "--seed=3")
