@@ -184,21 +184,34 @@ def test_convert_goes_on(numbered, tmp_path, monkeypatch, workers):
     assert told == [4] + [1] * 6 and (tmp_path / "a.zip").read_bytes() == (tmp_path / "whole.zip").read_bytes()
 
 
-def test_convert_begins_anew(numbered, tmp_path, monkeypatch):
+@pytest.mark.parametrize("other", ["option", "file", "file in a ZIP"])
+def test_convert_begins_anew(numbered, tmp_path, monkeypatch, other):
+    source = numbered
+    if other != "option":
+        suffix = ".zip" if other == "file in a ZIP" else ""
+        files = {name: ImageFiles(numbered).read(name) for name in ImageFiles(numbered).names}
+        source = make(tmp_path / f"source{suffix}", files)
     interrupt_at(monkeypatch, 4)
     with pytest.raises(KeyboardInterrupt):
-        convert_dataset(ImageFiles(numbered), tmp_path / "a.zip", mode="L")
+        convert_dataset(ImageFiles(source), tmp_path / "a.zip", mode="L" if other == "option" else "RGB")
+    if other != "option":
+        make(source, files | {ImageFiles(numbered).names[2]: ImageFiles(numbered).read(ImageFiles(numbered).names[3])})
     with pytest.warns(UserWarning, match="a.zip is begun anew: what was there was made otherwise, or of other files"):
-        convert_dataset(ImageFiles(numbered), tmp_path / "a.zip")
+        convert_dataset(ImageFiles(source), tmp_path / "a.zip")
     assert ImageDataset(tmp_path / "a.zip", use_labels=False).image_shape[0] == 3
 
 
-def test_sizes_are_compared_after_an_interruption(tmp_path, monkeypatch):
-    source = make(tmp_path / "d", {f"{i}.png": encode(pixels(i, 8, 8 + (i == 9))) for i in range(10)})
-    interrupt_at(monkeypatch, 6)
+def test_sizes_are_compared_after_an_interruption(tmp_path):
+    source = make(tmp_path / "d", {f"{i}.png": encode(pixels(i, 8, 8 + (i > 5))) for i in range(10)})
+    made = iter([0] * 6 + [1])
+
+    def interrupt(_):
+        if next(made):
+            raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        convert_dataset(ImageFiles(source), tmp_path / "a.zip")
-    with fails("9.png is 9x8 but 0.png is 8x8"):
+        convert_dataset(ImageFiles(source), tmp_path / "a.zip", progress=interrupt)
+    with fails("6.png is 9x8 but 0.png is 8x8"):
         convert_dataset(ImageFiles(source), tmp_path / "a.zip")
     assert os.listdir(tmp_path) == ["d"]
 

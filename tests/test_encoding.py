@@ -217,6 +217,10 @@ class TestTraining:
     def test_range(self, folder, tmp_path):
         assert encoder(tmp_path, folder / "centred.zip").pixel_range == (-1, 1)
         assert encoder(tmp_path, folder / "centred.zip", pixel_range=(-1, 1)).pixel_range == (-1, 1)
+        facts = LatentFacts(VAE, (-1, 1), (0.0,) * 4, (1.0,) * 4)
+        dataset = ArrayDataset(np.ones((8, 8, 8, 8), np.float32), latents=facts)
+        found = Trainer(config(tmp_path, "", cond=False), Processes(0, 1, CPU), dataset).encoder
+        assert found.pixel_range == (-1, 1) and (found.raw_mean, found.raw_std) == RAW_STATISTICS[-1, 1]
         with fails(r"--pixel-range 0,1: the dataset tells that its pixels were in \[-1, 1\]"):
             encoder(tmp_path, folder / "centred.zip", pixel_range=(0, 1))
 
