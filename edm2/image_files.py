@@ -104,6 +104,8 @@ class ImageFiles:
             array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
             if array.ndim != 3 or array.dtype not in (np.uint8, np.float32):
                 raise ValueError(f"expected uint8 or float32 [C,H,W], got {array.dtype} {list(array.shape)}")
+            if not array.size or array.dtype == np.uint8 and len(array) not in (1, 3):
+                raise ValueError(f"expected pixels of 1 or 3 channels, or latents, got {array.dtype} {list(array.shape)}")
             return np.ascontiguousarray(array)
 
     def identity(self) -> str:

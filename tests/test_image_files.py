@@ -62,10 +62,11 @@ def test_palette_and_alpha_become_rgb_and_grey(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])
 def test_npy_is_kept_as_stored(path, dtype):
-    array = np.random.RandomState(0).uniform(0, 255, (8, 3, 5)).astype(dtype)
+    shape = (8, 3, 5) if dtype == np.float32 else (3, 4, 5)
+    array = np.random.RandomState(0).uniform(0, 255, shape).astype(dtype)
     fortran = encode(np.asfortranarray(array + 1), "npy")
     dataset = ImageDataset(make(path, {"a.npy": encode(array, "npy"), "b.npy": fortran}), use_labels=False)
-    assert dataset.image_shape == (8, 3, 5) and dataset.dtype == dtype and dataset.nbytes == 2 * array.nbytes
+    assert dataset.image_shape == shape and dataset.dtype == dtype and dataset.nbytes == 2 * array.nbytes
     np.testing.assert_array_equal(dataset.images([0, 1]), [array, array + 1])
     images, labels = next(batches(dataset, 0, 0, 2))
     assert images.numpy().dtype == dtype and labels.shape == (2, 0)
@@ -216,6 +217,9 @@ NPY = encode(pixels(0, 1, 4, 4), "npy")
         ("x.npy", b"", "EOF"),
         ("x.npy", encode(pixels(0, 4, 4), "npy"), r"expected uint8 or float32 \[C,H,W\], got uint8 \[4, 4\]"),
         ("x.npy", encode(np.zeros((1, 4, 4)), "npy"), "got float64"),
+        ("x.npy", encode(pixels(0, 2, 4, 4), "npy"), r"pixels of 1 or 3 channels, or latents, got uint8 \[2, 4, 4\]"),
+        ("x.npy", encode(pixels(0, 3, 0, 4), "npy"), r"or latents, got uint8 \[3, 0, 4\]"),
+        ("x.npy", encode(np.zeros((0, 4, 4), np.float32), "npy"), r"or latents, got float32 \[0, 4, 4\]"),
         ("x.npy", encode(np.array([[[{}]]]), "npy", allow_pickle=True), "Object arrays"),
     ],
 )
