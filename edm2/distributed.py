@@ -78,6 +78,14 @@ class Processes:
         dist.broadcast_object_list(box, group=self.hosts)
         return box[0]
 
+    def gather(self, x: Any) -> list[Any] | None:
+        """What each process has of it, in their order, in the first; None in the others. Their hosts wait for it."""
+        if self.world_size == 1:
+            return [x]
+        found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(x, found, group=self.hosts)
+        return found
+
     def barrier(self) -> None:
         """Until all hosts are here: for a day, not for the minutes that collectives of GPUs have."""
         if self.world_size > 1:

@@ -10,11 +10,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # From the ground up: a module may import those before it.
-EDM2 = """version errors files arguments names download pickled archive pictures backends image_files conversion
+EDM2 = """version errors files arguments names download pickled pickled_arrays archive pictures backends image_files conversion
 inspection data latents vae layers network weights folding guidance graphs denoisers loss presets phema frechet
 distributed sharding optimizer sampler summary config diagnostics step prefetch generate held_out interruption stats
 calibration snapshot piecewise official published networks reconstruction model_folder checkpoint averages features
-metrics sweep info preview tensorboard trainer training samples pipeline""".split()
+references inception dinov2 metrics sweep info preview tensorboard trainer training samples measuring pipeline""".split()
 
 
 def imports(path: Path) -> set[str]:
