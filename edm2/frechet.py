@@ -88,6 +88,7 @@ def frechet_distance(a: Gaussian | Moments, b: Gaussian | Moments) -> float:
 
 
 def _root(covariance: Float) -> Float:
-    """The positive semi-definite square root; eigenvalues below zero are rounding."""
+    """The positive semi-definite square root. Eigenvalues that rounding alone can be are zero: their roots would be 1e-8 of the others."""
     values, vectors = np.linalg.eigh(covariance)
-    return (vectors * np.sqrt(values.clip(min=0))) @ vectors.T
+    rounding = len(values) * np.finfo(np.float64).eps * values[-1]
+    return (vectors * np.sqrt(np.where(values > rounding, values, 0))) @ vectors.T

@@ -1,7 +1,7 @@
 """Metrics of datasets, of images on disk and of what networks make, shared by the processes that `torchrun` started.
 
-Each process sees every n-th image; the first merges their Gaussians and computes. The result is that of one process, and does not
-depend on the size of batches, but for rounding.
+Each process takes every n-th batch, so that batches are the same for any number of processes; the first merges their Gaussians and
+computes. The result is that of one process, and does not depend on the size of batches, but for rounding.
 """
 
 from collections.abc import Iterable, Sequence
@@ -116,10 +116,10 @@ def measure_network(
     if not generate.encoder.makes_pixels:
         raise UserError("metrics measure pixels, and the network makes latents: give the VAE that decodes them")
     classes = generate.check_classes(None if class_idx is None else list(class_idx))
-    mine = range(procs.rank, len(seeds), procs.world_size)
+    mine = [i for part in _share(len(seeds), batch, procs) for i in part]
     own = classes and [classes[i % len(classes)] for i in mine]
     batches = generate([seeds[i] for i in mine], own or None, batch, **heun)
-    return _distances(measures, _gaussians((made.images for made in batches), _features(measures), procs, len(seeds), batch))
+    return _distances(measures, _gaussians((made.images for made in batches), _features(measures), procs, len(mine)))
 
 
 def _classifier(dataset: Dataset, name: str | Path, procs: Processes) -> SmallClassifier:
@@ -140,17 +140,19 @@ def _features(measures: Sequence[FrechetDistance]) -> dict[str, Features]:
 def _of_indices(
     dataset: Dataset, indices: np.ndarray, features: dict[str, Features], procs: Processes, batch: int, workers: int | None
 ) -> dict[str, Gaussian] | None:
-    mine = indices[procs.rank :: procs.world_size]
-    parts = (mine[start : start + batch] for start in range(0, len(mine), batch))
-    return _gaussians(read_parts(dataset, parts, workers), features, procs, len(indices), batch)
+    share = _share(len(indices), batch, procs)
+    return _gaussians(read_parts(dataset, (indices[part] for part in share), workers), features, procs, sum(map(len, share)))
 
 
-def _gaussians(
-    parts: Iterable[np.ndarray], features: dict[str, Features], procs: Processes, total: int, batch: int
-) -> dict[str, Gaussian] | None:
-    """Of each metric's features of all processes' images, `total` in all, in the first; None in the others."""
-    statistics = [Statistics(name, each, min(batch, total)) for name, each in features.items()]
-    with Progress(len(range(procs.rank, total, procs.world_size)), procs) as progress:
+def _share(total: int, batch: int, procs: Processes) -> list[range]:
+    """This process's batches, as positions among all."""
+    return [range(start, min(start + batch, total)) for start in range(0, total, batch)][procs.rank :: procs.world_size]
+
+
+def _gaussians(parts: Iterable[np.ndarray], features: dict[str, Features], procs: Processes, total: int) -> dict[str, Gaussian] | None:
+    """Of each metric's features of all processes' images, of which this one has `total`, in the first; None in the others."""
+    statistics = [Statistics(name, each) for name, each in features.items()]
+    with Progress(total, procs) as progress:
         for images in parts:
             for each in statistics:
                 each.add(images)

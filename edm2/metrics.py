@@ -68,16 +68,15 @@ class FrechetDistance:
 
 
 class Statistics:
-    """The Gaussian of features of images that come in parts. `size`: the features are asked of so many images at a time, the last of a
-    part again and again if need be, so that they do not depend on how many there are."""
+    """The Gaussian of features of images that come in parts."""
 
-    def __init__(self, name: str, features: Features, size: int | None = None):
-        self.name, self.features, self.size = name, features, size
+    def __init__(self, name: str, features: Features):
+        self.name, self.features = name, features
         self._gaussian = Gaussian()
         self._waiting: list[np.ndarray] = []
 
     def add(self, images: np.ndarray) -> None:
-        """uint8 `[N, H, W, C]`, at most `size`. UserError for features that are none."""
+        """uint8 `[N, H, W, C]`. UserError for features that are none."""
         if len(images):
             self._waiting.append(self._checked(images))
         if sum(map(len, self._waiting)) >= AT_ONCE:
@@ -90,22 +89,20 @@ class Statistics:
 
     def _checked(self, images: np.ndarray) -> np.ndarray:
         """Each image's features, `[N, d]`."""
-        missing = (self.size or len(images)) - len(images)
-        given = np.concatenate([images, images[-1:].repeat(missing, axis=0)]) if missing > 0 else images
         try:
-            found = np.asarray(self.features(given))
+            found = np.asarray(self.features(images))
         except (UserError, MemoryError):
             raise
         except Exception as e:  # a function of the user's own raises anything
             reason = (str(e).splitlines() or [""])[0][:200]
-            raise UserError(f"{self.name} failed for uint8 images {list(given.shape)}: {type(e).__name__}: {reason}") from e
-        fine = found.ndim == 2 and len(found) == len(given) and found.dtype.kind in "fiu"
+            raise UserError(f"{self.name} failed for uint8 images {list(images.shape)}: {type(e).__name__}: {reason}") from e
+        fine = found.ndim == 2 and len(found) == len(images) and found.dtype.kind in "fiu"
         if not fine or self._waiting and found.shape[1] != self._waiting[-1].shape[1]:
             kind = "" if found.dtype.kind in "fiu" else f" of {found.dtype}"
-            raise UserError(f"{self.name}: features: expected [N, d], got {list(found.shape)}{kind} for {len(given)} images")
+            raise UserError(f"{self.name}: features: expected [N, d], got {list(found.shape)}{kind} for {len(images)} images")
         if not np.isfinite(found).all():
             raise UserError(f"{self.name}: features are not all finite")
-        return found[: len(images)]
+        return found
 
     def _flush(self) -> None:
         """Many at a time: adding some costs about as much as adding a thousand."""
