@@ -12,6 +12,7 @@ import torch
 import edm2
 import sample
 from edm2 import features
+from edm2.cli.main import main
 from edm2.data import ImageDataset
 from edm2.distributed import Processes
 from edm2.features import SmallFeatures
@@ -228,3 +229,35 @@ class TestProcesses:
         assert len(one) == len(two) == 2 and result.stdout.count("seeds 0-10:") == 1
         for a, b in zip(one, two):
             assert near(a.pop("metrics"), b.pop("metrics"), 1e-9) and a == b
+
+
+class TestSweep:
+    def test_other_metrics(self, data, ref, tmp_path):
+        """Of a dataset or a reference: points of their own, the same values."""
+        run = make_run(tmp_path / "run", data)
+        common = run, "--std=0.08", "--seeds=0-9", "--steps=2"
+        options = [], [f"--metric={MINE}"], [f"--metric={MINE}", f"--ref={ref}"], [f"--ref={ref}"]
+        for count, more in enumerate((*options, *options), 1):
+            result = call(main, "sweep", *common, *more)
+            assert result.exit_code == 0, result.output
+            assert ("1 of 1 are in" in result.output) == (count > 4)
+        found = [json.loads(line) for line in (run / "sweep" / "sweep.jsonl").read_text().splitlines()]
+        images = generated(average(run, 0.08), range(10), class_idx=range(5))
+        expected = value(ref, images)
+        assert [x["metric"] for x in found] == ["frechet-small", MINE, MINE, "frechet-small"]
+        for x in found[1:]:
+            assert x["value"] == pytest.approx(expected[x["metric"]], rel=1e-3)
+        assert found[2]["ref"] == edm2.files.sha256(ref)[:16] and found[1]["data"] == found[0]["data"]
+        assert found[1]["features"] == found[2]["features"] == edm2.files.sha256(user_features.__file__)[:16]
+
+    def test_latents(self, data, tmp_path):
+        """By a VAE that is given."""
+        vae, large = save_tiny(tmp_path / "vae"), noise(tmp_path / "large.zip", size=32)
+        (tmp_path / "run").mkdir()
+        name = tmp_path / "run" / "network-snapshot-0000001.000-0.050.safetensors"
+        edm2.save_snapshot(name, tiny_net(img_channels=4), encoder=LatentEncoder(), meta={"nimg": 1000, "std": 0.05})
+        options = f"--data={large}", f"--metric={MINE}", "--std=0.05", "--seeds=0-3", "--steps=1", f"--vae={vae}"
+        result = call(main, "sweep", tmp_path / "run", *options)
+        assert result.exit_code == 0, result.output
+        (found,) = [json.loads(line) for line in (tmp_path / "run" / "sweep" / "sweep.jsonl").read_text().splitlines()]
+        assert found["vae"] == edm2.files.sha256(vae / "diffusion_pytorch_model.safetensors")[:16] and found["value"] > 0

@@ -296,6 +296,7 @@ class TestRefusals:
             (["--data=TMP/latents"], "latents holds latents, and this metric measures pixels"),
             (["--data=TMP/damaged.zip"], "damaged.zip"),
             (["--metric=fad"], "unknown metric 'fad'; did you mean fid"),
+            (["--vae=TMP"], "--vae: TMP/run makes pixels"),
             (["--ref=TMP/data.zip"], "TMP/data.zip is refused, it is no reference statistics"),
             (["--ref=TMP/none.npz", "--data=TMP/data.zip"], "--ref stands in a dataset's place: give it or --data"),
             (["--out=/dev/null/x"], "/dev/null/x"),

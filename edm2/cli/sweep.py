@@ -20,7 +20,7 @@ from edm2.metrics import SMALL, check_metrics, open_labelled, open_metric
 from edm2.networks import CACHE, network_file
 from edm2.references import read_reference
 from edm2.sweep import EVERYWHERE, Guide, Point, Result, Sweep, check_pixels, file_guide, grid, run_guide, self_guide
-from edm2.vae import load_vae
+from edm2.vae import VAEEncoder, load_vae
 
 STDS = "0.020,0.030,0.040,0.055,0.075,0.100,0.140,0.200"
 POOR = 0.1  # error of a profile
@@ -66,8 +66,7 @@ def sweep(
         raise UserError("--seeds: a metric needs two images at least, and no seed twice")
     check_metrics([metric])
     averages = RunAverages(run, kimg)
-    encoder = load_vae(averages.encoder, vae, device) if vae and isinstance(averages.encoder, LatentEncoder) else None
-    check_pixels(averages, encoder)
+    encoder = decoder(averages, metric, vae, device)
     note_errors(averages, stds)
     if ref is not None and data is not None:
         raise UserError("--ref stands in a dataset's place: give it or --data")
@@ -85,6 +84,17 @@ def sweep(
         click.echo(f"wrote {out / 'sweep.png'}")
     except UserError as e:
         click.echo(f"no picture: {e}; then give the command again", err=True)
+
+
+def decoder(run: RunAverages, metric: str, vae: str | None, device: torch.device) -> VAEEncoder | None:
+    """What makes pixels of a run's latents; None for a run of pixels. UserError where that is not wanted."""
+    if not isinstance(run.encoder, LatentEncoder):
+        if vae is not None:
+            raise UserError(f"--vae: {run.folder} makes pixels")
+        return None
+    if metric == SMALL and vae is None:  # which is for small images
+        check_pixels(run)
+    return load_vae(run.encoder, vae, device)
 
 
 def note_errors(run: RunAverages, stds: list[float]) -> None:
