@@ -100,8 +100,6 @@ class Statistics:
         if not fine or self._waiting and found.shape[1] != self._waiting[-1].shape[1]:
             kind = "" if found.dtype.kind in "fiu" else f" of {found.dtype}"
             raise UserError(f"{self.name}: features: expected [N, d], got {list(found.shape)}{kind} for {len(images)} images")
-        if not np.isfinite(found).all():
-            raise UserError(f"{self.name}: features are not all finite")
         return found
 
     def _flush(self) -> None:

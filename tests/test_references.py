@@ -15,6 +15,8 @@ from edm2.features import SmallClassifier, SmallFeatures
 from edm2.frechet import Gaussian, Moments, frechet_distance
 from edm2.measuring import metrics_of
 from edm2.metrics import check_features
+from edm2.pickled import Refused, read_pickle
+from edm2.pickled_arrays import array_names
 from edm2.references import Reference, read_reference, write_reference
 from tests.dataset_files import fails
 
@@ -51,6 +53,8 @@ class TestOurs:
         np.testing.assert_array_equal(SmallFeatures(found.classifier)(images), expected)
         write_reference(tmp_path / "again.npz", found)
         assert (tmp_path / "again.npz").read_bytes() == path.read_bytes()
+        with zipfile.ZipFile(path) as archive:  # the same tomorrow
+            assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
         with np.load(path, allow_pickle=False) as file:
             np.testing.assert_array_equal(file["fid.mean"], moments().mean)
 
@@ -100,6 +104,22 @@ class TestOtherForms:
         (tmp_path / "a.pkl").write_bytes(words)
         found = read_reference(tmp_path / "a.pkl")
         assert all(same(found.of(m), x) for m, x in expected.items()) and list(found.moments) == list(expected)
+
+    @pytest.mark.parametrize("protocol", [3, 4, 5])
+    def test_arrays_in_pickles(self, protocol):
+        """By rows, by columns, of one number, of none."""
+        arrays = [
+            np.arange(6.0).reshape(2, 3),
+            np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)),
+            np.array(3),
+            np.zeros((0, 2)),
+        ]
+        words = pickle.dumps(arrays, protocol)
+        for expected, found in zip(arrays, read_pickle(io.BytesIO(words), len(words), array_names(100))):
+            assert found.array.dtype == expected.dtype
+            np.testing.assert_array_equal(found.array, expected)
+        with pytest.raises(Refused, match="arrays of more than 70 bytes"):
+            read_pickle(io.BytesIO(words), len(words), array_names(70))
 
     def test_a_pickle_of_one_pair(self, tmp_path):
         (tmp_path / "a.pkl").write_bytes(pickle.dumps({"mu": moments().mean, "sigma": moments().covariance}))
