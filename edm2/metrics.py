@@ -184,7 +184,7 @@ def check_features(reference: Reference, name: str, checksum: str) -> None:
     known = reference.facts.get("features")
     made = known.get(name) if isinstance(known, dict) else None
     if made and checksum and made != checksum and ":" not in name:
-        raise UserError(f"{reference.name} was made with other weights of {name} than those here: {made} and {checksum}")
+        raise UserError(f"{reference.name} was made with other weights of {name} than those here: {str(made)[:16]!r} and {checksum!r}")
 
 
 def check_pixels(dataset: Dataset, name: str | Path) -> None:

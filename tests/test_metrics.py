@@ -1,8 +1,10 @@
 """`edm2 metrics ref`, `calc` and `gen`: their values against the definitions, in one process and several."""
 
 import json
+import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from tests import user_features
 from tests.command_lines import ROOT, call, small_net
 from tests.conftest import tiny_net
 from tests.metrics_files import BOTH, MINE, noise, reference, runs, told
+from tests.test_download import Server
 from tests.test_sweep import average, make_run
 from tests.test_vae import save_tiny
 
@@ -172,6 +175,18 @@ class TestCalc:
             assert near(x["metrics"], value(ref, images[np.sort(chosen)])) and x["seed"] == seed
         (whole,) = runs(tmp_path, "calc", f"--images={data}", f"--ref={ref}", BOTH, "--num=60", "--seed=9")
         assert whole["seed"] is None and all(abs(x) < 1e-6 for x in whole["metrics"].values())
+
+    def test_an_official_pickle_by_its_address(self, data, ref, tmp_path):
+        """Downloaded once, to the folder that is named."""
+        moments = read_reference(ref).of(MINE)
+        with Server() as server:
+            server.data = pickle.dumps({MINE: {"mu": moments.mean, "sigma": moments.covariance}})
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            options = f"--images={data}", f"--metrics={MINE}", "--num=20", f"--networks={tmp_path}/cache"
+            found = [runs(tmp_path, "calc", *options, f"--ref={source}")[0] for source in (server.url, server.url, ref)]
+            server.shutdown()
+        assert len(server.requests) == 1 and near(found[0]["metrics"], found[2]["metrics"], 1e-12)
+        assert found[0]["ref_sha256"] == edm2.files.sha256(tmp_path / "cache" / "a-1.0.pkl") and found[0] == found[1]
 
     def test_workers(self, data, ref, tmp_path):
         values = [runs(tmp_path, "calc", f"--images={data}", f"--ref={ref}", "--num=20", f"--workers={n}")[0]["metrics"] for n in (0, 1)]

@@ -70,7 +70,7 @@ class TestOurs:
         found = read_reference(path)
         check_features(found, "fid", "abc")
         check_features(found, "a.b:c", "abc")
-        with fails("ref.npz was made with other weights of fid than those here: abc and abd"):
+        with fails("ref.npz was made with other weights of fid than those here: 'abc' and 'abd'"):
             check_features(found, "fid", "abd")
 
     def test_where_it_cannot_be_written(self, path):
