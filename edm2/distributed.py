@@ -54,14 +54,6 @@ class Processes:
             found |= {name: x.view(shape) for (name, shape), x in zip(theirs.items(), flat.cpu().split(sizes))}
         return found
 
-    def gather(self, x: Any) -> list[Any]:
-        """Of each process what it has, in the first; nothing in the others. Their hosts wait for it."""
-        if self.world_size == 1:
-            return [x]
-        found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(x, found, group=self.hosts)
-        return found or []
-
     def highest(self, number: int) -> int:
         """The highest of all processes' numbers. Their hosts wait for each other, not for a GPU."""
         if self.world_size == 1:
@@ -85,6 +77,14 @@ class Processes:
         box = [x]
         dist.broadcast_object_list(box, group=self.hosts)
         return box[0]
+
+    def gather(self, x: Any) -> list[Any] | None:
+        """What each process has of it, in their order, in the first; None in the others. Their hosts wait for it."""
+        if self.world_size == 1:
+            return [x]
+        found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(x, found, group=self.hosts)
+        return found
 
     def barrier(self) -> None:
         """Until all hosts are here: for a day, not for the minutes that collectives of GPUs have."""

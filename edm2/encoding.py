@@ -89,7 +89,7 @@ def _in_turn(
     mine = files.arrays([name for start in rounds for name in names[start : start + batch]])
     for start in rounds:
         made = _evaluated(files, evaluate, first, [next(mine) for _ in names[start : start + batch]])
-        for part in procs.gather(made):
+        for part in procs.gather(made) or []:
             if isinstance(part, UserError):
                 raise part
             for array in part:

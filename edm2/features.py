@@ -24,7 +24,7 @@ Features = Callable[[np.ndarray], np.ndarray]  # images uint8 `[N, H, W, C]` →
 WIDTH = 64  # features
 SIZES = 4, 64  # pixels of a side, at least and at most
 STEPS, BATCH, LR = 300, 128, 4e-3  # with Adam; the digits are seen 21 times
-AT_ONCE, SCALED = 512, 4096  # images evaluated together, and those that the scale is taken from
+AT_ONCE, FEW, SCALED = 512, 64, 4096  # images evaluated together, by large networks, and those that the scale is taken from
 
 
 class SmallClassifier(nn.Module):
@@ -32,6 +32,7 @@ class SmallClassifier(nn.Module):
 
     def __init__(self, image_shape: tuple[int, ...], classes: int):
         super().__init__()
+        self.image_shape = tuple(image_shape)
         channels, *size = image_shape
         levels = int(math.log2(min(size)))
         widths = [channels, 32, *[WIDTH] * (levels - 1)]
@@ -54,6 +55,25 @@ class SmallClassifier(nn.Module):
         return x.mean(dim=(2, 3))
 
 
+def told(height: int, width: int, channels: int) -> str:
+    """An image's size in words."""
+    return f"{width}x{height} with {channels} channel{'s' * (channels > 1)}"
+
+
+def rgb(images: np.ndarray, device: torch.device | str) -> Tensor:
+    """uint8 `[N, H, W, C]` → uint8 `[N, 3, H, W]` on the device; grey becomes three channels alike. UserError for other channels."""
+    channels = images.shape[3]
+    if channels not in (1, 3):
+        raise UserError(f"images of {told(*images.shape[1:])}; this metric takes grey and RGB")
+    return torch.from_numpy(np.ascontiguousarray(images)).to(device).permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
+
+
+def in_parts(evaluate: Callable[[np.ndarray], Tensor], images: np.ndarray) -> np.ndarray:
+    """Of images `[N, …]`, few at a time: a large network has room for no more."""
+    parts = (images[start : start + FEW] for start in range(0, len(images), FEW))
+    return np.concatenate([evaluate(part).cpu().numpy() for part in parts])
+
+
 class SmallFeatures:
     """`Features` of a classifier."""
 
@@ -62,7 +82,10 @@ class SmallFeatures:
 
     @torch.no_grad()
     def __call__(self, images: np.ndarray) -> np.ndarray:
-        """uint8 `[N, H, W, C]` → fp32 `[N, WIDTH]`."""
+        """uint8 `[N, H, W, C]` → fp32 `[N, WIDTH]`. UserError for images of other sizes than those it was trained on."""
+        channels, *size = self.net.image_shape
+        if images.shape[1:] != (*size, channels):
+            raise UserError(f"frechet-small: its classifier is for images of {told(*size, channels)}, not {told(*images.shape[1:])}")
         parts = torch.from_numpy(images).permute(0, 3, 1, 2).split(AT_ONCE)
         return np.concatenate([self.net.features(part.to(self.device)).cpu().numpy() for part in parts])
 

@@ -3,10 +3,20 @@
 FID is this distance of Inception's features; which features they are matters to nothing here.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Float = NDArray[np.float64]
+
+
+class Moments(NamedTuple):
+    """Mean `[d]` and covariance `[d, d]` of features, and of how many, if that is known."""
+
+    mean: Float
+    covariance: Float
+    count: int | None = None
 
 
 class Gaussian:
@@ -33,12 +43,24 @@ class Gaussian:
             raise ValueError("features are not all finite")
         if not len(features):
             return
-        if not self.count:
-            self.mean, self._scatter = np.zeros(features.shape[1]), np.zeros((features.shape[1],) * 2)
         mean = features.mean(axis=0)
-        centred, shift, total = features - mean, mean - self.mean, self.count + len(features)
-        self._scatter += centred.T @ centred + np.outer(shift, shift) * (self.count * len(features) / total)
-        self.mean = self.mean + shift * (len(features) / total)
+        centred = features - mean
+        self._join(len(features), mean, centred.T @ centred)
+
+    def merge(self, other: "Gaussian") -> None:
+        """What the other has seen, as if it had been added here. ValueError if its features are of another width."""
+        if self.count and other.count and len(self.mean) != len(other.mean):
+            raise ValueError(f"features of {len(self.mean)} and {len(other.mean)} numbers cannot be merged")
+        if other.count:
+            self._join(other.count, other.mean, other._scatter)
+
+    def _join(self, count: int, mean: Float, scatter: Float) -> None:
+        """Chan, Golub and LeVeque 1979: about the common mean, scatter grows by that of the two means."""
+        if not self.count:
+            self.mean, self._scatter = np.zeros_like(mean), np.zeros_like(scatter)
+        shift, total = mean - self.mean, self.count + count
+        self._scatter += scatter + np.outer(shift, shift) * (self.count * count / total)
+        self.mean = self.mean + shift * (count / total)
         self.count = total
 
     @property
@@ -48,8 +70,12 @@ class Gaussian:
             raise ValueError(f"a covariance needs at least two features, got {self.count}")
         return self._scatter / (self.count - 1)
 
+    def moments(self) -> Moments:
+        """ValueError for fewer than two features."""
+        return Moments(self.mean, self.covariance, self.count)
 
-def frechet_distance(a: Gaussian, b: Gaussian) -> float:
+
+def frechet_distance(a: Gaussian | Moments, b: Gaussian | Moments) -> float:
     """|μ_a − μ_b|² + tr(Σ_a + Σ_b − 2·(Σ_a Σ_b)^½), not negative.
 
     The last trace is the sum of the singular values of Σ_a^½ Σ_b^½. ValueError if the features are of different widths.
@@ -62,6 +88,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
 
 
 def _root(covariance: Float) -> Float:
-    """The positive semi-definite square root; eigenvalues below zero are rounding."""
+    """The positive semi-definite square root. Eigenvalues that rounding alone can be are zero: their roots would be 1e-8 of the others."""
     values, vectors = np.linalg.eigh(covariance)
-    return (vectors * np.sqrt(values.clip(min=0))) @ vectors.T
+    rounding = len(values) * np.finfo(np.float64).eps * values[-1]
+    return (vectors * np.sqrt(np.where(values > rounding, values, 0))) @ vectors.T

@@ -1,21 +1,31 @@
 """Metrics: numbers that images are measured by, against those of a dataset."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+import math
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from edm2.data import Dataset, ImageDataset
-from edm2.errors import UserError
-from edm2.features import Features, SmallFeatures, check_measurable, load_classifier, save_classifier, train_classifier
+from edm2.data import Dataset, ImageDataset, read_parts
+from edm2.dinov2 import large_features
+from edm2.errors import UserError, check_name
+from edm2.features import Features, SmallClassifier, SmallFeatures, check_measurable, load_classifier, save_classifier, train_classifier
 from edm2.files import make_folder, sha256
-from edm2.frechet import Gaussian, frechet_distance
+from edm2.frechet import Gaussian, Moments, frechet_distance
 from edm2.image_files import ImageFiles
+from edm2.inception import InceptionFeatures
+from edm2.networks import CACHE
+from edm2.references import Reference
 
-AT_ONCE = 1024  # images of a dataset
+SMALL = "frechet-small"
+METRICS = "fid", "fd_dinov2", SMALL
+AT_ONCE = 1024  # images of a dataset; features that are added to a Gaussian
+PART = 2**25  # bytes of images that features are asked of together
 IN_MEMORY = 2**30  # bytes of a dataset that is decoded once
 
 
@@ -32,27 +42,155 @@ class Metric(Protocol):
 
 
 class FrechetDistance:
-    """Between images and all of a dataset's, by any features. UserError for features that are no finite numbers `[N, d]`."""
+    """Between images and all of a dataset's, or a reference's, by any features. UserError for features that are no finite numbers
+    `[N, d]`."""
 
-    def __init__(self, name: str, features: Features, dataset: Dataset, facts: dict[str, str] | None = None):
+    def __init__(self, name: str, features: Features, reference: Dataset | Moments, facts: dict[str, str] | None = None):
         self.name, self.facts, self.features = name, facts or {}, features
-        self.reference = self.gaussian(_all_images(dataset))
+        self.reference = reference if isinstance(reference, Moments) else self.gaussian(all_images(reference)).moments()
 
     def __call__(self, images: Iterable[np.ndarray]) -> float:
-        return frechet_distance(self.gaussian(images), self.reference)
+        return self.distance(self.gaussian(images))
 
     def gaussian(self, images: Iterable[np.ndarray]) -> Gaussian:
         """Of the features of two images or more."""
-        gaussian = Gaussian()
+        statistics = Statistics(self.name, self.features)
         for part in images:
-            features = self.features(part)
+            statistics.add(part)
+        return at_least_two(self.name, statistics.gaussian())
+
+    def distance(self, gaussian: Gaussian) -> float:
+        """From the reference."""
+        try:
+            return frechet_distance(gaussian, self.reference)
+        except ValueError as e:
+            raise UserError(f"{self.name}: {e}: the reference is of other features") from e
+
+
+class Statistics:
+    """The Gaussian of features of images that come in parts."""
+
+    def __init__(self, name: str, features: Features):
+        self.name, self.features = name, features
+        self._gaussian = Gaussian()
+        self._waiting: list[np.ndarray] = []
+
+    def add(self, images: np.ndarray) -> None:
+        """uint8 `[N, H, W, C]`. UserError for features that are none."""
+        if len(images):
+            self._waiting.append(self._checked(images))
+        if sum(map(len, self._waiting)) >= AT_ONCE:
+            self._flush()
+
+    def gaussian(self) -> Gaussian:
+        """Of all so far."""
+        self._flush()
+        return self._gaussian
+
+    def _checked(self, images: np.ndarray) -> np.ndarray:
+        """Each image's features, `[N, d]`."""
+        try:
+            found = np.asarray(self.features(images))
+        except (UserError, MemoryError):
+            raise
+        except Exception as e:  # a function of the user's own raises anything
+            reason = (str(e).splitlines() or [""])[0][:200]
+            raise UserError(f"{self.name} failed for uint8 images {list(images.shape)}: {type(e).__name__}: {reason}") from e
+        fine = found.ndim == 2 and len(found) == len(images) and found.dtype.kind in "fiu"
+        if not fine or self._waiting and found.shape[1] != self._waiting[-1].shape[1]:
+            kind = "" if found.dtype.kind in "fiu" else f" of {found.dtype}"
+            raise UserError(f"{self.name}: features: expected [N, d], got {list(found.shape)}{kind} for {len(images)} images")
+        return found
+
+    def _flush(self) -> None:
+        """Many at a time: adding some costs about as much as adding a thousand."""
+        if self._waiting:
+            waiting, self._waiting = np.concatenate(self._waiting), []
             try:
-                gaussian.add(features)
+                self._gaussian.add(waiting)
             except ValueError as e:
                 raise UserError(f"{self.name}: {e}") from e
-        if gaussian.count < 2:
-            raise UserError(f"{self.name} needs at least two images, got {gaussian.count}")
-        return gaussian
+
+
+def at_least_two(name: str, gaussian: Gaussian) -> Gaussian:
+    """UserError for fewer images: they have no covariance."""
+    if gaussian.count < 2:
+        raise UserError(f"{name} needs at least two images, got {gaussian.count}")
+    return gaussian
+
+
+def check_metrics(names: Iterable[str]) -> None:
+    """UserError for one that is neither known nor `package.module:function`."""
+    for name in names:
+        if ":" not in name:
+            check_name("metric", name, METRICS)
+
+
+def open_features(
+    name: str, device: torch.device | str = "cpu", networks: str | Path = CACHE, classifier: SmallClassifier | None = None
+) -> tuple[Features, str]:
+    """Of a metric, and a checksum of what makes them. Weights of `fid` and `fd_dinov2` are kept in `networks`; `classifier` is that of
+    `frechet-small`. UserError for what is missing or unknown."""
+    check_metrics([name])
+    if ":" in name:
+        return _imported(name)
+    if name == SMALL:
+        if classifier is None:
+            raise UserError("frechet-small needs the classifier of its dataset, which the reference does not hold")
+        return SmallFeatures(classifier, device), ""
+    features = InceptionFeatures(networks, device) if name == "fid" else large_features(networks, device)
+    return features, features.checksum[:16]
+
+
+def _imported(name: str) -> tuple[Features, str]:
+    """`package.module:function`, and the checksum of its file."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = import_module(module_name)
+    except Exception as e:  # it is a program of the user's
+        raise UserError(f"{name} cannot be imported: {type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}") from e
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UserError(f"{name}: {module_name} has no function {attribute!r}")
+    try:
+        return function, sha256(inspect.getfile(module))[:16]
+    except TypeError:  # built in
+        return function, ""
+
+
+def open_metric(
+    name: str,
+    reference: Reference | None,
+    dataset: ImageDataset | None,
+    folder: Path,
+    device: torch.device | str,
+    networks: str | Path = CACHE,
+) -> FrechetDistance:
+    """Against a reference, or all images of a dataset; the classifier of `frechet-small` is then trained once and kept in `folder`."""
+    if reference is None and name == SMALL:
+        return frechet_small(dataset, folder, device)
+    check_metrics([name])
+    moments = None if reference is None else reference.of(name)
+    features, checksum = open_features(name, device, networks, reference and reference.classifier)
+    if moments is not None:
+        check_features(reference, name, checksum)
+        return FrechetDistance(name, features, moments, {"ref": reference.sha256[:16], "features": checksum})
+    check_pixels(dataset, dataset.path)
+    return FrechetDistance(name, features, dataset, {"data": fingerprint(dataset), "features": checksum})
+
+
+def check_features(reference: Reference, name: str, checksum: str) -> None:
+    """UserError if the reference was made with other weights of this metric's network."""
+    known = reference.facts.get("features")
+    made = known.get(name) if isinstance(known, dict) else None
+    if made and checksum and made != checksum and ":" not in name:
+        raise UserError(f"{reference.name} was made with other weights of {name} than those here: {str(made)[:16]!r} and {checksum!r}")
+
+
+def check_pixels(dataset: Dataset, name: str | Path) -> None:
+    """UserError for a dataset of latents."""
+    if dataset.dtype != np.uint8:
+        raise UserError(f"{name} holds latents, and metrics measure pixels: decode them first (sample.py without --latents)")
 
 
 def frechet_small(dataset: Dataset, folder: Path, device: torch.device | str) -> FrechetDistance:
@@ -67,10 +205,7 @@ def frechet_small(dataset: Dataset, folder: Path, device: torch.device | str) ->
     if net is None:
         net = train_classifier(dataset)
         save_classifier(path, net, {"data": data})
-    return FrechetDistance("frechet-small", SmallFeatures(net, device), dataset, {"data": data, "features": sha256(path)[:16]})
-
-
-METRICS: dict[str, Callable[[Dataset, Path, torch.device | str], Metric]] = {"frechet-small": frechet_small}
+    return FrechetDistance(SMALL, SmallFeatures(net, device), dataset, {"data": data, "features": sha256(path)[:16]})
 
 
 def open_labelled(path: str | Path) -> ImageDataset:
@@ -87,9 +222,11 @@ def fingerprint(dataset: Dataset) -> str:
     return digest.hexdigest()[:16]
 
 
-def _all_images(dataset: Dataset) -> Iterator[np.ndarray]:
-    return (np.ascontiguousarray(dataset.images(indices).transpose(0, 2, 3, 1)) for indices in _parts(len(dataset)))
+def all_images(dataset: Dataset) -> Iterator[np.ndarray]:
+    """In parts of some MiB, uint8 `[N, H, W, C]`."""
+    most = PART // math.prod(dataset.image_shape)
+    return read_parts(dataset, _parts(len(dataset), max(1, min(AT_ONCE, most))), workers=0)
 
 
-def _parts(n: int) -> Iterator[range]:
-    return (range(start, min(start + AT_ONCE, n)) for start in range(0, n, AT_ONCE))
+def _parts(n: int, most: int = AT_ONCE) -> Iterator[range]:
+    return (range(start, min(start + most, n)) for start in range(0, n, most))

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
@@ -24,6 +23,7 @@ from edm2.latents import Encoder, LatentEncoder, RGBEncoder, check_channels
 from edm2.names import time_and_width
 from edm2.network import Precond
 from edm2.pickled import DAMAGE, Function, Object, Refused, Span, read_pickle
+from edm2.pickled_arrays import Array, array_names, sizes
 from edm2.piecewise import OpenSnapshot
 from edm2.snapshot import Snapshot
 
@@ -107,43 +107,6 @@ class _Persistent(Object):
         self.build(meta["state"])
 
 
-class _DType(Object):
-    """Of numbers, little-endian."""
-
-    def __init__(self, name: str, *_: Any):
-        super().__init__("numpy.dtype")
-        if name not in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"):
-            raise Refused("an array of other things than numbers")
-        self.dtype = np.dtype(name)
-
-    def build(self, state: Any) -> None:
-        super().build(state)
-        if state[1] not in ("<", "|", "="):
-            raise Refused("an array that is not little-endian")
-
-
-class _Array(Object):
-    def __init__(self, left: list[int], *_: Any):
-        super().__init__("numpy.ndarray")
-        self.array, self.left = np.empty(0), left
-
-    def build(self, state: Any) -> None:
-        super().build(state)
-        _, shape, dtype, by_columns, data = state
-        if by_columns or not isinstance(dtype, _DType):
-            raise Refused("an array in a form that this reader does not know")
-        self.left[0] -= data.length if isinstance(data, Span) else len(data)
-        if self.left[0] < 0:
-            raise Refused("arrays of more than 65,536 bytes")
-        self.array = np.frombuffer(_bytes(data), dtype.dtype).reshape(_sizes(shape))
-
-
-def _bytes(x: bytes | Span) -> bytes:
-    if not isinstance(x, bytes | Span):
-        raise Refused("damaged: bytes that are none")
-    return x.read() if isinstance(x, Span) else x
-
-
 class Storage:
     """Numbers in the file."""
 
@@ -224,7 +187,7 @@ def _stored(what: Any) -> tuple[torch.dtype, str, int]:
     """Type, name and count of a storage's numbers."""
     word, kind, key, where, count, view = what
     name = kind.name.removeprefix("torch.") if isinstance(kind, Function) else ""
-    (count,) = _sizes((count,))
+    (count,) = sizes((count,))
     if word != "storage" or name not in STORAGES or not isinstance(key, str) or not isinstance(where, str) or view is not None:
         raise Refused("it is of another kind")
     return STORAGES[name], key, count
@@ -232,20 +195,14 @@ def _stored(what: Any) -> tuple[torch.dtype, str, int]:
 
 def _tensor(storage: Storage, offset: int, size: tuple, stride: tuple, *_: Any) -> Piece:
     """Contiguous, within its storage."""
-    shape = _sizes(size)
-    count, (first,) = math.prod(shape), _sizes((offset,))
+    shape = sizes(size)
+    count, (first,) = math.prod(shape), sizes((offset,))
     dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    if any(a != b for a, b, n in zip(_sizes(stride), dense, shape, strict=True) if n > 1):
+    if any(a != b for a, b, n in zip(sizes(stride), dense, shape, strict=True) if n > 1):
         raise Refused("a tensor that is not contiguous")
     if first + count > storage.count:
         raise Refused("damaged: a tensor beyond its storage")
     return Piece(storage, first, shape)
-
-
-def _sizes(sizes: Any) -> tuple[int, ...]:
-    if not isinstance(sizes, tuple) or len(sizes) > 16 or not all(type(n) is int and 0 <= n < 2**48 for n in sizes):
-        raise Refused("damaged: sizes that are none")
-    return sizes
 
 
 def _parameter(tensor: Piece, *_: Any) -> Piece:
@@ -256,8 +213,8 @@ def _parameter(tensor: Piece, *_: Any) -> Piece:
 
 def _allowed(size: int) -> dict[tuple[str, str], Callable[..., Any]]:
     """All that such a file may name."""
-    storages, array = _Storages(size), partial(_Array, [2**16])
-    names: dict[tuple[str, str], Callable[..., Any]] = {
+    storages = _Storages(size)
+    return array_names(2**16) | {
         ("torch_utils.persistence", "_reconstruct_persistent_obj"): _Persistent,
         ("dnnlib.util", "EasyDict"): lambda: {},
         ("collections", "OrderedDict"): lambda: {},
@@ -266,12 +223,7 @@ def _allowed(size: int) -> dict[tuple[str, str], Callable[..., Any]]:
         ("torch._utils", "_rebuild_tensor_v2"): _tensor,
         ("torch.storage", "_load_from_bytes"): storages.load,
         ("_codecs", "encode"): storages.encoded,
-        ("numpy", "dtype"): _DType,
-        ("numpy", "ndarray"): array,
     }
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        names[module, "_reconstruct"] = array
-    return names
 
 
 def _state_of(x: Any) -> dict[str, Any]:
@@ -327,8 +279,8 @@ def _check(config: dict[str, Any], tensors: dict[str, Piece]) -> None:
     unlike = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if unlike:
         name = unlike[0]
-        sizes = (list(where[name]) if name in where else "nothing" for where in (expected, found))
-        raise Refused("{} should be {} and is {}; {} others differ too".format(name, *sizes, len(unlike) - 1))
+        shapes = (list(where[name]) if name in where else "nothing" for where in (expected, found))
+        raise Refused("{} should be {} and is {}; {} others differ too".format(name, *shapes, len(unlike) - 1))
     places = sorted((id(x.storage), x.first, math.prod(x.shape)) for x in tensors.values())
     if any(a == c and first + count > second for (a, first, count), (c, second, _) in zip(places, places[1:])):
         raise Refused("damaged: tensors that share their numbers")
@@ -341,7 +293,7 @@ def _encoder(encoder: Any) -> Encoder:
         return RGBEncoder()
     if kind != "StabilityVAEEncoder":
         raise Refused(f"it has an encoder that this project does not know ({kind[:100]})")
-    scale, bias = (x.array.astype(np.float64).reshape(-1) for x in (state.get("scale"), state.get("bias")) if isinstance(x, _Array))
+    scale, bias = (x.array.astype(np.float64).reshape(-1) for x in (state.get("scale"), state.get("bias")) if isinstance(x, Array))
     name = state.get("vae_name")
     if not isinstance(name, str) or len(scale) != len(bias) or not (np.isfinite(scale) & (scale > 0) & np.isfinite(bias)).all():
         raise Refused("damaged: an encoder without its statistics")

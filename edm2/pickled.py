@@ -264,6 +264,7 @@ INSTRUCTIONS: dict[bytes, Instruction] = {
     b"C": _push(lambda m: m.read(m.number("<B"))),
     b"B": _push(lambda m: m.span(m.number("<I"))),
     b"\x8e": _push(lambda m: m.span(m.number("<Q"))),
+    b"\x96": _push(lambda m: m.span(m.number("<Q"))),  # a bytearray: how arrays are written in protocol 5
     b"\x8c": _push(lambda m: _text(m.read(m.number("<B")))),
     b"X": _push(lambda m: _text(m.read(m.number("<I")))),
     b"\x8d": _push(lambda m: _text(m.read(m.number("<Q")))),
@@ -293,4 +294,4 @@ INSTRUCTIONS: dict[bytes, Instruction] = {
 }
 OTHERS = {b"P": "a persistent id", b"Q": "a persistent id", b"i": "an instance by name (INST)", b"o": "an instance (OBJ)",
           b"\x82": "an extension code", b"\x83": "an extension code", b"\x84": "an extension code", b"\x92": "NEWOBJ_EX",
-          b"\x97": "an out-of-band buffer", b"\x96": "a bytearray"}  # fmt: skip
+          b"\x97": "an out-of-band buffer"}  # fmt: skip

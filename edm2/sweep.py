@@ -21,6 +21,7 @@ from edm2.files import make_folder, sha256
 from edm2.folding import fold
 from edm2.generate import ImageGenerator
 from edm2.guidance import Unlabelled, check_fits
+from edm2.latents import Encoder
 from edm2.metrics import Metric
 from edm2.network import Precond
 from edm2.networks import open_snapshot
@@ -89,7 +90,8 @@ class Sweep:
     """Measures averages of a run with a metric, by the images of some seeds; the classes are taken in turn.
 
     Results are kept in `folder`, which is made when there is the first. The size of a batch and the order of points change no
-    value, but for rounding. UserError for a run whose networks make no pixels.
+    value, but for rounding. `encoder` turns what the networks make into pixels (default: the snapshots' own). UserError if it does
+    not.
     """
 
     def __init__(
@@ -102,15 +104,17 @@ class Sweep:
         steps: int = 32,
         batch: int = 100,
         device: torch.device | str = "cpu",
+        encoder: Encoder | None = None,
     ):
-        check_pixels(run)
+        check_pixels(run, encoder)
+        self.encoder = encoder
         self.run, self.metric, self.guide, self.device = run, metric, guide, torch.device(device)
         self.seeds, self.steps, self.batch = list(seeds), steps, batch
         self.results = ResultsFile(Path(folder) / "sweep.jsonl")
 
     def settings(self, point: Point) -> dict[str, Any]:
         """All that the value depends on, for JSON."""
-        guided = point.guidance != 1
+        guided, vae = point.guidance != 1, getattr(self.encoder, "sha256", None)
         if guided and self.guide is None:
             raise ValueError(f"guidance {point.guidance} needs a guide")
         return {
@@ -125,6 +129,7 @@ class Sweep:
             "seeds": ranges(self.seeds),
             "steps": self.steps,
             "device": self.device.type,
+            **({} if vae is None else {"vae": vae[:16]}),
         }
 
     def known(self, points: Iterable[Point]) -> list[Result]:
@@ -158,7 +163,7 @@ class Sweep:
 
     def _generator(self, std: float, guided: bool) -> ImageGenerator:
         snapshot = self.run.average(std, self.device)
-        return ImageGenerator(snapshot.net, self.guide.of(snapshot.net, std) if guided else None, snapshot.encoder)
+        return ImageGenerator(snapshot.net, self.guide.of(snapshot.net, std) if guided else None, self.encoder or snapshot.encoder)
 
     def _images(self, generate: ImageGenerator, point: Point, progress: Callable[[int], Any]) -> Iterator[np.ndarray]:
         """uint8 `[N, H, W, C]`."""
@@ -169,9 +174,10 @@ class Sweep:
             yield batch.images
 
 
-def check_pixels(run: RunAverages) -> None:
-    """UserError if its networks make latents."""
-    if run.encoder and not run.encoder.makes_pixels:
+def check_pixels(run: RunAverages, encoder: Encoder | None = None) -> None:
+    """UserError if its networks make latents, and no encoder makes pixels of them."""
+    encoder = encoder or run.encoder
+    if encoder and not encoder.makes_pixels:
         raise UserError(f"{run.folder} makes VAE latents, and this metric measures pixels")
 
 

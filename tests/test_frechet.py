@@ -44,10 +44,39 @@ def test_of_commuting_covariances():
     assert frechet_distance(b, a) == pytest.approx(expected, rel=1e-8)
 
 
-@pytest.mark.parametrize(("n", "d"), [(500, 3), (500, 64), (40, 64)], ids=["few", "many", "more than samples"])
-def test_against_scipy(n, d):
+@pytest.mark.parametrize(("sizes", "d"), [((1, 99), 7), ((40, 0, 60), 7), ((20, 30, 50), 64), ((100, 0), 7)])
+def test_merged(sizes, d):
+    """As if one had seen all; the others stay as they are."""
+    x = features(100, d, mean=5)
+    parts = [Gaussian.of(part) if len(part) else Gaussian() for part in np.split(x, np.cumsum(sizes)[:-1])]
+    merged, before = Gaussian(), [part.mean.copy() for part in parts]
+    for part in parts:
+        merged.merge(part)
+    assert merged.count == 100 and all(np.array_equal(part.mean, mean) for part, mean in zip(parts, before))
+    np.testing.assert_allclose(merged.mean, x.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(merged.covariance, np.cov(x, rowvar=False), rtol=1e-9, atol=1e-12)
+    merged.add(x)
+    assert merged.count == 200 and parts[0].count == sizes[0]
+    with pytest.raises(ValueError, match=f"features of {d} and 3 numbers cannot be merged"):
+        merged.merge(Gaussian.of(features(5, 3)))
+
+
+def test_order_does_not_matter_where_there_are_few():
+    """Of fewer samples than features a covariance has eigenvalues that are rounding, whose roots would be 1e-8 of the others."""
+    reference, x = Gaussian.of(features(500, 64, seed=1)), features(20, 64)
+    merged = Gaussian.of(x[::2])
+    merged.merge(Gaussian.of(x[1::2]))
+    assert frechet_distance(merged, reference) == pytest.approx(frechet_distance(Gaussian.of(x), reference), rel=1e-12)
+
+
+FORMS = [((500, 507), 3), ((500, 507), 64), ((40, 47), 64), ((500, 47), 64), ((3, 2), 64), ((60, 700), 256)]
+
+
+@pytest.mark.parametrize(("sizes", "d"), FORMS)
+def test_against_scipy(sizes, d):
+    """Also of fewer samples than features."""
     linalg = pytest.importorskip("scipy.linalg")
-    a, b = Gaussian.of(features(n, d)), Gaussian.of(features(n + 7, d, seed=1, mean=0.1))
+    a, b = (Gaussian.of(features(n, d, seed, mean=0.1 * seed)) for seed, n in enumerate(sizes))
     root = linalg.sqrtm(a.covariance @ b.covariance + 1e-12 * np.eye(d)).real
     expected = np.square(a.mean - b.mean).sum() + np.trace(a.covariance + b.covariance - 2 * root)
     assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)

@@ -295,7 +295,10 @@ class TestRefusals:
             (["--data=TMP/large.zip"], "large.zip holds images of 72x72, and this metric is for sides of 4 to 64 pixels"),
             (["--data=TMP/latents"], "latents holds latents, and this metric measures pixels"),
             (["--data=TMP/damaged.zip"], "damaged.zip"),
-            (["--metric=fid"], "'fid' is not 'frechet-small'"),
+            (["--metric=fad"], "unknown metric 'fad'; did you mean fid"),
+            (["--vae=TMP"], "--vae: TMP/run makes pixels"),
+            (["--ref=TMP/data.zip"], "TMP/data.zip is refused, it is no reference statistics"),
+            (["--ref=TMP/none.npz", "--data=TMP/data.zip"], "--ref stands in a dataset's place: give it or --data"),
             (["--out=/dev/null/x"], "/dev/null/x"),
         ],
     )

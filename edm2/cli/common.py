@@ -169,6 +169,20 @@ class IntList(click.ParamType):
         return numbers
 
 
+class Names(click.ParamType):
+    """Several, with commas between: `fid,fd_dinov2`; each once."""
+
+    name = "LIST"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        if isinstance(value, list):
+            return value
+        names = [name.strip() for name in str(value).split(",")]
+        if not all(names):
+            self.fail(f"'{value}' is no list of names; write fid or fid,fd_dinov2", param, ctx)
+        return list(dict.fromkeys(names))
+
+
 def figure_class() -> Any:
     """Matplotlib's. UserError without it."""
     try:

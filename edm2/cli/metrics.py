@@ -1,22 +1,87 @@
 """`python -m edm2 metrics`: how good samples are."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 import torch
 
 from edm2.backends import full_precision
-from edm2.cli.common import IntList
+from edm2.cli.common import ImageCount, IntList, Names
+from edm2.cli.metrics_gen import gen
+from edm2.cli.results import Results
 from edm2.data import ImageDataset
+from edm2.distributed import processes
 from edm2.errors import UserError
 from edm2.generate import generate_images
-from edm2.networks import open_snapshot
+from edm2.measuring import make_reference, measure_images, metrics_of, open_measures
+from edm2.metrics import check_metrics, open_labelled
+from edm2.networks import CACHE, network_file, open_snapshot
+from edm2.references import read_reference, write_reference
+
+WEIGHTS = "Where the weights of fid and fd_dinov2 are kept, and what is given by address."
+BATCH, WORKERS = "Images at a time.", "Processes that read ahead.  [2 for a dataset of more than a GiB decoded, else none]"
 
 
 @click.group()
 def metrics() -> None:
-    """Measure samples."""
+    """Measure samples. On several GPUs: `torchrun --standalone --nproc_per_node=8 -m edm2 metrics …`."""
+
+
+metrics.add_command(gen)
+
+
+@metrics.command()
+@click.option("--data", metavar="ZIP|DIR", required=True, type=click.Path(path_type=Path), help="Dataset of pixels.")
+@click.option("--dest", metavar="FILE.npz", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Where to.")
+@click.option("--metrics", "names", type=Names(), default="fid,fd_dinov2", show_default=True,
+              help="Also frechet-small, or features of your own: package.module:function.")  # fmt: skip
+@click.option("--networks", metavar="DIR", default=CACHE, show_default=True, help=WEIGHTS)
+@click.option("--batch", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help=BATCH)
+@click.option("--workers", metavar="INT", type=click.IntRange(min=0), help=WORKERS)
+def ref(data: Path, dest: Path, names: list[str], networks: str, batch: int, workers: int | None) -> None:
+    """Statistics of all images of a dataset, for `calc` and `gen`."""
+    full_precision()
+    check_metrics(names)
+    if dest.suffix != ".npz":
+        raise UserError(f"--dest {dest}: the name of a reference ends with .npz")
+    dataset = open_labelled(data)
+    with processes() as procs:
+        reference = make_reference(dataset, names, procs, networks, batch, workers)
+        if reference is not None:
+            write_reference(dest, reference)
+            click.echo(f"wrote {dest}: {', '.join(reference.moments)} of {len(dataset)} images")
+
+
+@metrics.command()
+@click.option("--images", metavar="DIR|ZIP", required=True, type=click.Path(path_type=Path), help="Images, also in sub-folders.")
+@click.option("--ref", metavar="FILE|URL", required=True, help="Reference statistics: of `ref`, or of the official release.")
+@click.option("--metrics", "names", type=Names(), help="Which.  [those of REF, but for features of your own]")
+@click.option("--num", type=ImageCount(), default=50000, show_default=True, help="How many images.")
+@click.option("--seed", "seeds", metavar="LIST", type=IntList(), default="0", show_default=True,
+              help="Draws them from more than so many; several: several times.")  # fmt: skip
+@click.option("--networks", metavar="DIR", default=CACHE, show_default=True, help=WEIGHTS)
+@click.option("--batch", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help=BATCH)
+@click.option("--workers", metavar="INT", type=click.IntRange(min=0), help=WORKERS)
+@click.option("--json", "out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Also write all results there.")
+def calc(
+    images: Path, ref: str, names: list[str] | None, num: int, seeds: list[int], networks: str, out: Path | None, **reading: Any
+) -> None:  # fmt: skip
+    """Metrics of images in a folder or ZIP."""
+    full_precision()
+    if num < 2:
+        raise UserError("--num: metrics need two images at least")
+    dataset = ImageDataset(images, use_labels=False)
+    reference = read_reference(network_file(ref, networks))
+    with processes() as procs:
+        measures = open_measures(reference, names or metrics_of(reference), procs, networks)
+        results = Results(out, reference, procs)
+        for seed in seeds:
+            values = measure_images(dataset, measures, procs, num, seed, **reading)
+            facts = {"images": str(images), "num": num, "seed": seed if num < len(dataset) else None}
+            results.add(str(images), facts, f"{num} images" + (f", seed {seed}" if num < len(dataset) else ""), values)
+        results.summarise(str(images))
 
 
 @metrics.command()

@@ -15,9 +15,12 @@ from edm2.cli.common import Float, FloatList, Interval, IntList, figure_class, s
 from edm2.data import ImageDataset
 from edm2.errors import UserError
 from edm2.features import check_measurable
-from edm2.metrics import METRICS, open_labelled
-from edm2.networks import network_file
+from edm2.latents import LatentEncoder
+from edm2.metrics import SMALL, check_metrics, open_labelled, open_metric
+from edm2.networks import CACHE, network_file
+from edm2.references import read_reference
 from edm2.sweep import EVERYWHERE, Guide, Point, Result, Sweep, check_pixels, file_guide, grid, run_guide, self_guide
+from edm2.vae import VAEEncoder, load_vae
 
 STDS = "0.020,0.030,0.040,0.055,0.075,0.100,0.140,0.200"
 POOR = 0.1  # error of a profile
@@ -33,8 +36,13 @@ POOR = 0.1  # error of a profile
               help="Guide: another run, of which the average of the same sigma_rel is taken, or a network.  "
               "[the network itself if trained with --label-dropout]")  # fmt: skip
 @click.option("--data", metavar="ZIP|DIR", type=click.Path(path_type=Path), help="Dataset to compare with.  [the run's]")
-@click.option("--metric", type=click.Choice(list(METRICS)), default="frechet-small", show_default=True,
-              help="frechet-small: Fréchet distance by features of a small classifier of the dataset; for small images.")  # fmt: skip
+@click.option("--ref", metavar="FILE|URL", help="Reference statistics to compare with, in a dataset's place.")
+@click.option("--metric", default=SMALL, show_default=True,
+              help="frechet-small: Fréchet distance by features of a small classifier of the dataset; for small images.  "
+              "Or fid, fd_dinov2, features of your own: package.module:function.")  # fmt: skip
+@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents: a folder, or a name on the hub.  [the snapshots']")
+@click.option("--networks", metavar="DIR", default=CACHE, show_default=True,
+              help="Where the weights of fid and fd_dinov2 are kept, and what is given by address.")  # fmt: skip
 @click.option("--kimg", type=Float(above=0), help="Time in the run, in thousands of images as in its snapshots' names.  [the last]")
 @click.option("--gnet-kimg", type=Float(above=0), help="The same, in the guide's.  [the last]")
 @click.option("--seeds", type=IntList(), default="0-999", show_default=True, help="One image per seed; classes in turn.")
@@ -43,7 +51,8 @@ POOR = 0.1  # error of a profile
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Where to.  [RUN/sweep]")
 def sweep(
     run: Path, stds: list[float], guidances: list[float], intervals: tuple[tuple[float, float], ...], gnet: str | None, data: Path | None,
-    metric: str, kimg: float | None, gnet_kimg: float | None, seeds: list[int], steps: int, batch: int, out: Path | None,
+    ref: str | None, metric: str, vae: str | None, networks: str, kimg: float | None, gnet_kimg: float | None,
+    seeds: list[int], steps: int, batch: int, out: Path | None,
 ) -> None:  # fmt: skip
     """Measure the training run in the folder RUN for all combinations of --std, --guidance and --guidance-interval.
 
@@ -55,13 +64,18 @@ def sweep(
     points = grid(stds, guidances, intervals)
     if len(seeds) < 2 or len(set(seeds)) < len(seeds):
         raise UserError("--seeds: a metric needs two images at least, and no seed twice")
+    check_metrics([metric])
     averages = RunAverages(run, kimg)
-    check_pixels(averages)
+    encoder = decoder(averages, metric, vae, device)
     note_errors(averages, stds)
-    dataset = open_data(averages, data)
-    guide = choose_guide(averages, gnet, gnet_kimg, device) if any(point.guidance != 1 for point in points) else None
+    if ref is not None and data is not None:
+        raise UserError("--ref stands in a dataset's place: give it or --data")
+    reference = None if ref is None else read_reference(network_file(ref, networks))
+    dataset = open_data(averages, data, metric) if reference is None else None
+    guide = choose_guide(averages, gnet, gnet_kimg, networks, device) if any(point.guidance != 1 for point in points) else None
     out = out or run / "sweep"
-    measured = Sweep(averages, METRICS[metric](dataset, out, device), out, guide, seeds, steps, batch, device)
+    distance = open_metric(metric, reference, dataset, out, device, networks)
+    measured = Sweep(averages, distance, out, guide, seeds, steps, batch, device, encoder)
     measure(measured, points)
     best = min(measured.known(points), key=lambda result: result.value)
     click.echo(f"lowest: {tell(best, metric)}")
@@ -72,6 +86,17 @@ def sweep(
         click.echo(f"no picture: {e}; then give the command again", err=True)
 
 
+def decoder(run: RunAverages, metric: str, vae: str | None, device: torch.device) -> VAEEncoder | None:
+    """What makes pixels of a run's latents; None for a run of pixels. UserError where that is not wanted."""
+    if not isinstance(run.encoder, LatentEncoder):
+        if vae is not None:
+            raise UserError(f"--vae: {run.folder} makes pixels")
+        return None
+    if metric == SMALL and vae is None:  # which is for small images
+        check_pixels(run)
+    return load_vae(run.encoder, vae, device)
+
+
 def note_errors(run: RunAverages, stds: list[float]) -> None:
     """Of widths for which the run saved too seldom."""
     poor = [f"{std:g} ({error:.0%})" for std, error in zip(stds, run.errors(stds)) if error > POOR]
@@ -79,10 +104,12 @@ def note_errors(run: RunAverages, stds: list[float]) -> None:
         click.echo(f"Note: the profiles of these averages are far from the wanted ones: {', '.join(poor)}; see `edm2 phema plan`.")
 
 
-def open_data(run: RunAverages, data: Path | None) -> ImageDataset:
-    """The one given, else the run's own. UserError if there is none, or it cannot be compared with the run's images."""
+def open_data(run: RunAverages, data: Path | None, metric: str) -> ImageDataset:
+    """The one given, else the run's own. UserError if there is none, or it cannot be compared with the run's images by this metric."""
     data = recorded_data(run.folder) if data is None else data
     dataset = open_labelled(data)
+    if metric != SMALL:
+        return dataset
     check_measurable(dataset, data)
     size = run.config["img_channels"], run.config["img_resolution"], run.config["img_resolution"]
     if dataset.image_shape != size or run.config["label_dim"] not in (0, dataset.label_dim):
@@ -101,7 +128,7 @@ def recorded_data(folder: Path) -> Path:
     return data
 
 
-def choose_guide(run: RunAverages, gnet: str | None, kimg: float | None, device: torch.device) -> Guide:
+def choose_guide(run: RunAverages, gnet: str | None, kimg: float | None, networks: str, device: torch.device) -> Guide:
     """UserError for one that is none, or does not fit."""
     if gnet is None:
         return self_guide(run)
@@ -109,7 +136,7 @@ def choose_guide(run: RunAverages, gnet: str | None, kimg: float | None, device:
         return run_guide(run, RunAverages(gnet, kimg), device)
     if kimg is not None:
         raise UserError("--gnet-kimg is for a --gnet that is a run's folder")
-    return file_guide(run, network_file(gnet), device)
+    return file_guide(run, network_file(gnet, networks), device)
 
 
 def measure(sweep: Sweep, points: list[Point]) -> None:

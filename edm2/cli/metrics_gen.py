@@ -1,0 +1,79 @@
+"""`python -m edm2 metrics gen`: metrics of what networks make, without images on disk."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edm2.backends import full_precision
+from edm2.cli.candidates import Candidate, Choice, candidates
+from edm2.cli.common import Float, FloatList, ImageCount, Interval, IntList, Names
+from edm2.cli.results import Results
+from edm2.distributed import processes
+from edm2.errors import UserError
+from edm2.measuring import measure_network, metrics_of, open_measures
+from edm2.networks import CACHE, network_file
+from edm2.references import read_reference
+from edm2.sweep import EVERYWHERE
+
+
+@click.command()
+@click.option("--net", "nets", metavar="FILE|URL|RUN", multiple=True,
+              help="Network, or the folder of a training run; may be given several times.")  # fmt: skip
+@click.option("--std", "stds", type=FloatList(), help="Widths of the averages, sigma_rel, of a --net that is a run.")
+@click.option("--kimg", type=Float(above=0), help="Time in the run, in thousands of images as in its snapshots' names.  [the last]")
+@click.option("--gnet", metavar="FILE|URL|RUN",
+              help="Guide; of a run the average of the same sigma_rel.  [none, or NET itself if trained with --label-dropout]")  # fmt: skip
+@click.option("--gnet-kimg", type=Float(above=0), help="The same as --kimg, in the guide's.  [the last]")
+@click.option("--preset", metavar="NAME", help="A published choice of --net, --gnet and --guidance, e.g. edm2-img512-s-guid-fid.")
+@click.option("--networks", metavar="DIR", default=CACHE, show_default=True,
+              help="Where networks and references are kept that are given by preset or address, and the weights of fid and fd_dinov2.")
+@click.option("--guidance", type=Float(), help="Guidance strength; 1 = off.  [1, or the preset's]")
+@click.option("--guidance-interval", type=Interval(), default="0,inf", show_default=True,
+              help="Guide where LO < sigma <= HI; a bound within 1.5 % of a step's sigma means that one.")  # fmt: skip
+@click.option("--ref", metavar="FILE|URL", required=True, help="Reference statistics: of `ref`, or of the official release.")
+@click.option("--metrics", "names", type=Names(), help="Which.  [those of REF, but for features of your own]")
+@click.option("--num", type=ImageCount(), default=50000, show_default=True, help="Images of a run.")
+@click.option("--seed", metavar="INT", type=click.IntRange(min=0), default=0, show_default=True, help="The first image's.")
+@click.option("--runs", metavar="INT", type=click.IntRange(min=1), default=1, show_default=True,
+              help="How many times, each with the seeds behind those of the last.")  # fmt: skip
+@click.option("--steps", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help="Sampling steps.")
+@click.option("--batch", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help="Images at a time.")
+@click.option("--class", "class_idx", type=IntList(), help="Class, or classes to take in turn.  [default: random]")
+@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents: a folder, or a name on the hub.  [the snapshot's]")
+@click.option("--fast", is_flag=True, help="Let an image's last bits depend on the batch it is in, where that is quicker.")
+@click.option("--json", "out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Also write all results there.")
+def gen(
+    guidance_interval: tuple[float, float], ref: str, names: list[str] | None, num: int, seed: int, runs: int, steps: int, batch: int,
+    class_idx: list[int] | None, out: Path | None, **choice: Any,
+) -> None:  # fmt: skip
+    """Generate images and measure them; none is saved.
+
+    Run r takes the seeds from SEED + r x NUM on, and each seed draws its own class: the images are those of `sample.py`.
+    """
+    full_precision()
+    chosen = Choice(**choice)
+    if num < 2:
+        raise UserError("--num: metrics need two images at least")
+    reference = read_reference(network_file(ref, chosen.networks))
+    with processes() as procs:
+        found = candidates(chosen, procs.device)
+        measures = open_measures(reference, names or metrics_of(reference), procs, chosen.networks)
+        results = Results(out, reference, procs)
+        for candidate in found:
+            generate = candidate.open()
+            heun = {"num_steps": steps, "guidance": candidate.facts["guidance"], "guidance_interval": guidance_interval}
+            for run in range(runs):
+                seeds = range(seed + run * num, seed + (run + 1) * num)
+                values = measure_network(generate, measures, procs, seeds, batch, class_idx, **heun)
+                facts = describe(candidate, guidance_interval, chosen, generate) | {"class": class_idx, "steps": steps}
+                told = f"seeds {seeds[0]}-{seeds[-1]}"
+                results.add(candidate.name, facts | {"num": num, "seeds": told.split()[1]}, told, values)
+            results.summarise(candidate.name)
+
+
+def describe(candidate: Candidate, interval: tuple[float, float], choice: Choice, generate: Any) -> dict[str, Any]:
+    """What the images depend on, for JSON; an interval only where there is guidance."""
+    limits = [str(x) if x == math.inf else x for x in interval] if candidate.facts["guidance"] != 1 and interval != EVERYWHERE else None
+    return {**candidate.facts, "guidance_interval": limits, "vae_sha256": getattr(generate.encoder, "sha256", None), "fast": choice.fast}
