@@ -13,6 +13,7 @@ from edm2.files import user_path
 from edm2.image_files import ImageFiles
 from edm2.networks import is_pickle
 from edm2.official import open_official
+from edm2.references import read_reference
 from edm2.snapshot import BUFFERS, read_file
 from edm2.stats import read_stats
 
@@ -20,7 +21,8 @@ Facts = dict[str, Any]
 
 
 def describe(path: str | Path) -> Facts:
-    """Facts by name, the first what it is: a snapshot, an official pickle, a training state, the folder of a run, a dataset.
+    """Facts by name, the first what it is: a snapshot, an official pickle, a training state, the folder of a run, a dataset,
+    statistics of one for metrics.
 
     Tensors are not loaded. UserError for anything else, and for what is damaged.
     """
@@ -31,6 +33,8 @@ def describe(path: str | Path) -> Facts:
         raise UserError(f"{path} is neither a file nor a folder")
     if path.is_dir():
         return _run(path) if (path / OPTIONS).exists() else _dataset(path)
+    if path.suffix == ".npz":
+        return _reference(path)
     if is_pickle(path):
         return _official(path)
     if is_zip(path):
@@ -50,7 +54,24 @@ def _form(tensor: Any) -> tuple[int, str]:
     return math.prod(tensor.get_shape()), tensor.get_dtype()
 
 
+def _reference(path: Path) -> Facts:
+    reference = read_reference(path)
+    metrics = {metric: f"{len(found.mean)} features of {found.count or 'unknown'} images" for metric, found in reference.moments.items()}
+    told = {name: value for name, value in reference.facts.items() if name in ("dataset", "image_shape", "classes")}
+    return {"kind": "reference statistics", "metrics": metrics, **told}
+
+
 def _official(path: Path) -> Facts:
+    try:
+        return _official_network(path)
+    except UserError as e:
+        try:
+            return _reference(path)
+        except UserError:
+            raise e from None
+
+
+def _official_network(path: Path) -> Facts:
     with open_official(path) as found:
         sizes = {name: math.prod(x.shape) for name, x in found.tensors.items()}
     types = {str(x.dtype).removeprefix("torch.") for x in found.tensors.values()}

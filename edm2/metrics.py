@@ -190,7 +190,7 @@ def check_features(reference: Reference, name: str, checksum: str) -> None:
 def check_pixels(dataset: Dataset, name: str | Path) -> None:
     """UserError for a dataset of latents."""
     if dataset.dtype != np.uint8:
-        raise UserError(f"{name} holds latents, and metrics measure pixels: decode them first: `dataset decode`, or sample.py without --latents")
+        raise UserError(f"{name} holds latents, and metrics measure pixels: `dataset decode` makes those, or sample.py without --latents")
 
 
 def frechet_small(dataset: Dataset, folder: Path, device: torch.device | str) -> FrechetDistance:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import zipfile
 from dataclasses import replace
@@ -15,7 +16,9 @@ from safetensors import safe_open
 import edm2
 import sample
 from edm2.cli.main import main
+from edm2.frechet import Moments
 from edm2.info import describe
+from edm2.references import Reference, write_reference
 from tests.command_lines import call, refused
 from tests.conftest import GOLDEN, tiny_net
 
@@ -195,3 +198,19 @@ def test_pipes(tmp_path):
     os.mkfifo(tmp_path / "a")
     assert "is neither a file nor a folder" in refused(main, "info", str(tmp_path / "a"))
     assert "is no file" in refused(sample.main, f"--net={tmp_path / 'a'}", f"--outdir={tmp_path / 'out'}")
+
+
+def test_references(tmp_path):
+    """Ours, and pickles that are no networks; what is neither says what a network lacks."""
+    moments = Moments(np.zeros(3), np.eye(3), 7)
+    write_reference(tmp_path / "a.npz", Reference({"fid": moments, "mine:f": moments}, {"dataset": "digits.zip", "image_shape": [1, 8, 8]}))
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps({"fid": {"mu": np.zeros(3), "sigma": np.eye(3)}}))
+    assert describe(tmp_path / "a.npz") == {
+        "kind": "reference statistics", "metrics": dict.fromkeys(("fid", "mine:f"), "3 features of 7 images"),
+        "dataset": "digits.zip", "image_shape": [1, 8, 8],
+    }  # fmt: skip
+    assert describe(tmp_path / "b.pkl") == {"kind": "reference statistics", "metrics": {"fid": "3 features of unknown images"}}
+    (tmp_path / "c.pkl").write_bytes(pickle.dumps({"fid": 3}))
+    (tmp_path / "c.npz").write_bytes(b"PK")
+    assert "c.pkl is refused" in refused(main, "info", f"{tmp_path}/c.pkl")
+    assert "c.npz is refused, it is no reference statistics" in refused(main, "info", f"{tmp_path}/c.npz")
