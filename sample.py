@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from edm2.backends import full_precision
-from edm2.cli.chosen import choose_encoder, choose_files, load_networks
+from edm2.cli.chosen import choose_encoder, choose_files, choose_sources, load_networks
 from edm2.cli.common import Command, Float, ImageCount, Interval, IntList
-from edm2.distributed import processes
+from edm2.cli.planned import SamplingPlan, tell
+from edm2.distributed import is_first, processes
 from edm2.errors import UserError
 from edm2.files import sha256, user_path
 from edm2.generate import ImageGenerator
@@ -54,17 +55,26 @@ from edm2.samples import SampleFolder, list_samples, make_samples
 @click.option("--grid", metavar="PNG", type=click.Path(path_type=Path), help="Also write all images as one grid.")
 @click.option("--columns", metavar="INT", type=click.IntRange(min=1), default=10, show_default=True, help="Width of the grid in images.")
 @click.option("--scale", metavar="INT", type=click.IntRange(min=1), default=1, show_default=True, help="Enlarge the pixels of the grid.")
+@click.option("-n", "--dry-run", is_flag=True, help="Tell what would be made, with which networks and at what cost, then exit.")
 def main(
     net: str | None, gnet: str | None, preset: str | None, networks: str, guidance: float | None,
     outdir: Path, subdirs: bool, seeds: list[int], class_idx: list[int] | None, batch: int, fast: bool, vae: str | None,
-    latents: bool, overwrite: bool, grid: Path | None, columns: int, scale: int, **options: Any,
+    latents: bool, overwrite: bool, grid: Path | None, columns: int, scale: int, dry_run: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Generate images: `{seed:06d}.png` in OUTDIR. Those that are there already, made with the same networks and options, stay."""
     full_precision()
     check_options(batch, options)
-    files = choose_files(preset, user_path(networks), net, gnet, guidance)
-    heun = Heun(guidance=files.guidance, **options)
+    chosen = preset, user_path(networks), net, gnet, guidance
     samples = list_samples(seeds, class_idx)
+    if dry_run:
+        files = choose_sources(*chosen)
+        plan = SamplingPlan(files, user_path(networks), Heun(guidance=files.guidance, **options), vae, latents)
+        plan.check_classes(class_idx)
+        facts = plan.lines([sample.seed for sample in samples], outdir, subdirs)
+        tell(facts if is_first() else {})
+        return
+    files = choose_files(*chosen)
+    heun = Heun(guidance=files.guidance, **options)
     with processes() as procs:
         snapshot, guide = load_networks(files, procs.device)
         encoder = choose_encoder(snapshot, files.net, vae, latents, fast, procs.device)

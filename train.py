@@ -1,5 +1,6 @@
 """Train an EDM2 network. On several GPUs: `torchrun --standalone --nproc_per_node=8 train.py …`."""
 
+import os
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -9,6 +10,7 @@ import click
 from edm2 import summary
 from edm2.cli.common import Command, Duration, Float, ImageCount
 from edm2.config import PRECISIONS, TrainingConfig
+from edm2.distributed import is_first
 from edm2.interruption import RESUME_ME
 from edm2.network import Precond
 from edm2.trainer import open_dataset
@@ -66,7 +68,8 @@ def main(dry_run: bool, **options: Any) -> None:
     """
     config = TrainingConfig(**options).resolved()
     if dry_run:
-        print_plan(config)
+        if is_first():
+            print_plan(config)
         return
     trainer = train(config)
     if trainer.interrupted:
@@ -77,7 +80,7 @@ def main(dry_run: bool, **options: Any) -> None:
 
 def print_plan(config: TrainingConfig) -> None:
     """The configuration, and what it will cost."""
-    config.check(world_size=1)
+    config.check(world_size=int(os.environ.get("WORLD_SIZE", "1")))
     dataset, _, (channels, height, width) = open_dataset(config)
 
     def make_net() -> Precond:

@@ -58,7 +58,7 @@ def input_options(command: Callable) -> Callable:
 @click.option("--tensor", "overrides", type=Override(), multiple=True, help="Another width for tensors whose names match; may be repeated.")
 @click.option("--dtype", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Of the stored parameters.")
 @click.option("--skip", is_flag=True, help="Leave out averages whose files are there, whatever they hold.")
-@click.option("--dry-run", is_flag=True, help="Tell what would be made, and how well.")
+@click.option("-n", "--dry-run", is_flag=True, help="Tell what would be made, and how well, then exit.")
 @click.pass_context
 def phema(
     ctx: click.Context, indir: tuple[str, ...], inprefix: str, instd: list[float] | None, outkimg: float | None, outdir: Path | None,
@@ -114,7 +114,9 @@ def _inputs(places: Sequence[str], prefix: str) -> list[Path]:
 def _table(plan: Plan) -> str:
     """What is told of a plan before it is carried out."""
     times = {source.nimg for source in plan.sources}
-    lines = [f"{len(plan.sources)} snapshots at {len(times)} times, the last after {plan.nimg:,} images"]
+    count = f"{len(plan.sources)} snapshot{'s' * (len(plan.sources) > 1)}"
+    when = f"{len(times)} times, the last" if len(times) > 1 else "one time,"
+    lines = [f"{count} at {when} after {plan.nimg:,} images"]
     lines += ["  width   error of fit   growth of rounding"]
     widths = list(plan.stds) + [std for _, std in plan.overrides]
     names = [""] * len(plan.stds) + [f"   of {pattern}" for pattern, _ in plan.overrides]
