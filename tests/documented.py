@@ -116,7 +116,7 @@ def run_files(folder: Path, run: Path) -> None:
 
 PAGES = {
     "README": Page(
-        changes=(("--steps=18", "--steps=2"), ("sweep out/run --std=0.05,0.10,0.15,0.20", "sweep out/run --std=0.05,0.20 --seeds=0-9 --steps=2")),
+        changes=(("--steps=18", "--steps=2"), ("--std=0.05,0.10,0.15,0.20", "--std=0.05,0.20 --seeds=0-9 --steps=2")),
         dry=("img512-sd.zip", "network-snapshot-2147483", "data.zip --preset=edm2", "mine.zip", "edm2 import edm2-img512"),
         files=readme_files,
     ),

@@ -1,5 +1,6 @@
 """The documentation: its commands and its Python run, in order; what it mentions has the options that it shows."""
 
+import json
 import re
 import shlex
 import signal
@@ -163,6 +164,47 @@ def test_steps(tmp_path):
     assert list(steps(tmp_path / "page.md")) == [Step("sh", "a --b c"), Step("sh", "#SBATCH e"), Step("python", "f\n")]
     page = Page(changes=(("--b", "--h=1 --b"),), dry=("c",))
     assert shortened(page, "a --b c") == ["a", "--h=1", "--b", "c", "--dry-run"] and shortened(page, "a 'x y'") == ["a", "x y"]
+
+
+def test_links():
+    """Lead to files of the repository, and to headings that are there."""
+    for path in pages().values():
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)):
+            name, _, heading = target.partition("#")
+            if re.match(r"https?:", target):
+                continue
+            file = path.parent / name if name else path
+            assert file.exists(), f"{path.name}: {target}"
+            assert not heading or heading in headings(file), f"{path.name}: {target}"
+
+
+def headings(path: Path) -> set[str]:
+    """As links name them."""
+    lines = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def test_figures():
+    """Those of bench/results that pages show."""
+    text = pages()["sampling"].read_text()
+    one, whole = (json.loads((ROOT / f"bench/results/cpu/sample_digits_n100{name}.json").read_text()) for name in ("", "_decoded"))
+    for title, name in (("plain PyTorch", "eager"), ("this project", "edm2 batch-invariant"), ("this project, `--fast`", "edm2")):
+        times = [1e3 * found["candidates"][name]["median"] for found in (one, whole)]
+        assert f"| {title} | {times[0]:.1f} ms | {float(f'{times[1]:.3g}'):,.0f} ms |" in text
+    ledger = {(entry["candidate"], entry["phase"]): entry for entry in json.loads((ROOT / "bench/results/ledger.json").read_text())}
+    table = [line for line in pages()["kernels"].read_text().splitlines() if re.match(r"\| .* \| [\d,]+ \| [\d.]+ \|", line)]
+    classes = ["pointwise"], ["convolution"], ["copy", "reduction"], ["attention", "matrix product"], ["optimizer"], None
+    for line, names in zip(table, classes, strict=True):
+        cells = []
+        for candidate in ("eager", "this project"):
+            entry = ledger[candidate, "train"]
+            parts = [entry["total"]] if names is None else [entry["classes"][name] for name in names]
+            cells += [f"{sum(part['launches'] for part in parts):,}", f"{sum(part['bytes'] for part in parts) / 1e9:.1f}"]
+        assert line.split(" | ", 1)[1] == " | ".join(cells) + " |"
+    evaluations = [ledger[candidate, "eval"]["total"] for candidate in ("this project", "eager")]
+    for total in evaluations:
+        words = f"{total['launches']:,}", f"{total['bytes'] / 1e9:.1f} GB"
+        assert all(word in text for word in words)
 
 
 def test_launchers():
