@@ -28,30 +28,33 @@ from edm2.samples import SampleFolder, list_samples, make_samples
 
 @click.command(cls=Command)
 @click.option("--net", metavar="FILE|URL", help="Network: a snapshot of this project, or a pickle of the official release.")
-@click.option("--gnet", metavar="FILE|URL", help="Guide network.  [none, or NET itself if trained with --label-dropout]")
+@click.option("--gnet", metavar="FILE|URL", help="Guide network.  [default: none, or NET itself if trained with --label-dropout]")
 @click.option("--preset", metavar="NAME", help="A published choice of --net, --gnet and --guidance, e.g. edm2-img512-s-guid-fid.")
 @click.option("--networks", metavar="DIR", default=CACHE, show_default=True,
               help="Where networks are kept that are given by preset or address.")
-@click.option("--guidance", type=Float(), help="Guidance strength; 1 = off.  [1, or the preset's]")
+@click.option("--guidance", type=Float(), help="Guidance weight w of w·NET + (1−w)·GNET; 1 = off.  [default: 1, or the preset's]")
 @click.option("--guidance-interval", type=Interval(), default="0,inf", show_default=True,
               help="Guide where LO < sigma <= HI; a bound within 1.5 % of a step's sigma means that one.")  # fmt: skip
 @click.option("--outdir", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Where to save the images.")
-@click.option("--subdirs", is_flag=True, help="A sub-folder for every 1000 seeds.")
+@click.option("--subdirs", is_flag=True, help="Make a sub-folder for every 1000 seeds.")
 @click.option("--seeds", type=IntList(), default="16-19", show_default=True, help="One image per seed, e.g. 1,2,5-10.")
 @click.option("--class", "class_idx", type=IntList(), help="Class, or classes to take in turn.  [default: random]")
-@click.option("--batch", type=ImageCount(), default=32, show_default=True, help="Images at a time.")
-@click.option("--steps", "num_steps", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help="Sampling steps.")
-@click.option("--sigma_min", type=Float(above=0), default=0.002, show_default=True, help="Lowest noise level.")
-@click.option("--sigma_max", type=Float(above=0), default=80, show_default=True, help="Highest noise level.")
-@click.option("--rho", type=Float(above=0), default=7, show_default=True, help="Time step exponent.")
-@click.option("--S_churn", "S_churn", type=Float(0), default=0, show_default=True, help="Stochasticity strength.")
-@click.option("--S_min", "S_min", type=Float(0), default=0, show_default=True, help="Its lowest noise level.")
-@click.option("--S_max", "S_max", type=Float(0, infinite=True), default=math.inf, show_default=True, help="Its highest noise level.")
-@click.option("--S_noise", "S_noise", type=Float(), default=1, show_default=True, help="Its noise inflation.")
+@click.option("--batch", type=ImageCount(), default=32, show_default=True, help="Images at a time; no image depends on it, see --fast.")
+@click.option("--steps", "num_steps", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True,
+              help="Sampling steps, each of two evaluations; the last of one.")  # fmt: skip
+@click.option("--sigma_min", type=Float(above=0), default=0.002, show_default=True, help="Lowest noise level, of the last step.")
+@click.option("--sigma_max", type=Float(above=0), default=80, show_default=True, help="Highest noise level, of the first step.")
+@click.option("--rho", type=Float(above=0), default=7, show_default=True, help="How noise levels are spaced: higher for more low ones.")
+@click.option("--S_churn", "S_churn", type=Float(0), default=0, show_default=True,
+              help="Stochasticity: how much noise is added again in a step.")  # fmt: skip
+@click.option("--S_min", "S_min", type=Float(0), default=0, show_default=True, help="Lowest noise level at which it is.")
+@click.option("--S_max", "S_max", type=Float(0, infinite=True), default=math.inf, show_default=True,
+              help="Highest noise level at which it is.")  # fmt: skip
+@click.option("--S_noise", "S_noise", type=Float(), default=1, show_default=True, help="Factor of that noise.")
 @click.option("--fast", is_flag=True, help="Let an image's last bits depend on the batch it is in, where that is quicker.")
-@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents: a folder, or a name on the hub.  [the snapshot's]")
+@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents: a folder, or a name on the hub.  [default: the snapshot's]")
 @click.option("--latents", is_flag=True, help="Write VAE latents as .npy files instead of decoding them.")
-@click.option("--overwrite", is_flag=True, help="Also make the images that are there already.")
+@click.option("--overwrite", is_flag=True, help="Make anew what is there already.")
 @click.option("--grid", metavar="PNG", type=click.Path(path_type=Path), help="Also write all images as one grid.")
 @click.option("--columns", metavar="INT", type=click.IntRange(min=1), default=10, show_default=True, help="Width of the grid in images.")
 @click.option("--scale", metavar="INT", type=click.IntRange(min=1), default=1, show_default=True, help="Enlarge the pixels of the grid.")

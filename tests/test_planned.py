@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import edm2
 import sample
@@ -12,6 +13,7 @@ import train
 from edm2 import download
 from edm2.cli.main import main
 from edm2.latents import LatentEncoder
+from edm2.piecewise import Writer
 from edm2.published import PUBLISHED
 from tests.command_lines import ROOT, call, refused, small_net
 from tests.conftest import GOLDEN, tiny_net
@@ -169,6 +171,16 @@ class TestTrain:
         assert call(train.main, *options).output.startswith("outdir")
         monkeypatch.setenv("RANK", "1")
         assert call(train.main, *options).output == ""
+
+
+@pytest.mark.parametrize(("numbers", "words"), [(3, "4 bytes too few"), (4, None), (6, "8 bytes too many")])
+def test_a_snapshot_of_another_size_than_planned(numbers, words, tmp_path):
+    writer = Writer(tmp_path / "a", {"x": ((4,), torch.float32)}, {})
+    writer.write(torch.zeros(numbers))
+    if words is None:
+        return writer.finish()
+    with pytest.raises(edm2.UserError, match=f"cannot write .*/a: {words}"):
+        writer.finish()
 
 
 LIMITED = """

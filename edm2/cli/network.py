@@ -15,7 +15,7 @@ from edm2.official import LICENCE
 from edm2.published import PUBLISHED, address
 
 
-@click.command("import")
+@click.command("import", short_help="Convert networks of the official release.")
 @click.argument("source", metavar="FILE|URL|PRESET")
 @click.option("--out", metavar="DIR", default=CACHE, show_default=True, help="Where to write the snapshots.")
 @click.option("--sha256", metavar="HEX", help="Checksum that the file must have.")
@@ -41,7 +41,7 @@ def import_networks(source: str, out: str, sha256: str | None, dry_run: bool) ->
     click.echo(f"Note: {LICENCE}.")
 
 
-@click.command("export")
+@click.command("export", short_help="Write a folder for a model hub: network, guide and model card.")
 @click.option("--net", metavar="FILE|URL", required=True, help="Network: a snapshot of this project, or a pickle of the official release.")
 @click.option("--gnet", metavar="FILE|URL", help="Its guide.")
 @click.option("--guidance", type=Float(), default=1, show_default=True, help="Strength to sample with.")
