@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from edm2.backends import full_precision
-from edm2.cli.chosen import choose_encoder, choose_files, load_networks
+from edm2.cli.chosen import choose_encoder, choose_files, choose_sources, load_networks
 from edm2.cli.common import Command, Float, ImageCount, Interval, IntList
-from edm2.distributed import processes
+from edm2.cli.planned import SamplingPlan, tell
+from edm2.distributed import is_first, processes
 from edm2.errors import UserError
 from edm2.files import sha256, user_path
 from edm2.generate import ImageGenerator
@@ -27,44 +28,56 @@ from edm2.samples import SampleFolder, list_samples, make_samples
 
 @click.command(cls=Command)
 @click.option("--net", metavar="FILE|URL", help="Network: a snapshot of this project, or a pickle of the official release.")
-@click.option("--gnet", metavar="FILE|URL", help="Guide network.  [none, or NET itself if trained with --label-dropout]")
+@click.option("--gnet", metavar="FILE|URL", help="Guide network.  [default: none, or NET itself if trained with --label-dropout]")
 @click.option("--preset", metavar="NAME", help="A published choice of --net, --gnet and --guidance, e.g. edm2-img512-s-guid-fid.")
 @click.option("--networks", metavar="DIR", default=CACHE, show_default=True,
               help="Where networks are kept that are given by preset or address.")
-@click.option("--guidance", type=Float(), help="Guidance strength; 1 = off.  [1, or the preset's]")
+@click.option("--guidance", type=Float(), help="Guidance weight w of w·NET + (1−w)·GNET; 1 = off.  [default: 1, or the preset's]")
 @click.option("--guidance-interval", type=Interval(), default="0,inf", show_default=True,
               help="Guide where LO < sigma <= HI; a bound within 1.5 % of a step's sigma means that one.")  # fmt: skip
 @click.option("--outdir", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Where to save the images.")
-@click.option("--subdirs", is_flag=True, help="A sub-folder for every 1000 seeds.")
+@click.option("--subdirs", is_flag=True, help="Make a sub-folder for every 1000 seeds.")
 @click.option("--seeds", type=IntList(), default="16-19", show_default=True, help="One image per seed, e.g. 1,2,5-10.")
 @click.option("--class", "class_idx", type=IntList(), help="Class, or classes to take in turn.  [default: random]")
-@click.option("--batch", type=ImageCount(), default=32, show_default=True, help="Images at a time.")
-@click.option("--steps", "num_steps", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help="Sampling steps.")
-@click.option("--sigma_min", type=Float(above=0), default=0.002, show_default=True, help="Lowest noise level.")
-@click.option("--sigma_max", type=Float(above=0), default=80, show_default=True, help="Highest noise level.")
-@click.option("--rho", type=Float(above=0), default=7, show_default=True, help="Time step exponent.")
-@click.option("--S_churn", "S_churn", type=Float(0), default=0, show_default=True, help="Stochasticity strength.")
-@click.option("--S_min", "S_min", type=Float(0), default=0, show_default=True, help="Its lowest noise level.")
-@click.option("--S_max", "S_max", type=Float(0, infinite=True), default=math.inf, show_default=True, help="Its highest noise level.")
-@click.option("--S_noise", "S_noise", type=Float(), default=1, show_default=True, help="Its noise inflation.")
+@click.option("--batch", type=ImageCount(), default=32, show_default=True, help="Images at a time; no image depends on it, see --fast.")
+@click.option("--steps", "num_steps", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True,
+              help="Sampling steps, each of two evaluations; the last of one.")  # fmt: skip
+@click.option("--sigma_min", type=Float(above=0), default=0.002, show_default=True, help="Lowest noise level, of the last step.")
+@click.option("--sigma_max", type=Float(above=0), default=80, show_default=True, help="Highest noise level, of the first step.")
+@click.option("--rho", type=Float(above=0), default=7, show_default=True, help="How noise levels are spaced: higher for more low ones.")
+@click.option("--S_churn", "S_churn", type=Float(0), default=0, show_default=True,
+              help="Stochasticity: how much noise is added again in a step.")  # fmt: skip
+@click.option("--S_min", "S_min", type=Float(0), default=0, show_default=True, help="Lowest noise level at which it is.")
+@click.option("--S_max", "S_max", type=Float(0, infinite=True), default=math.inf, show_default=True,
+              help="Highest noise level at which it is.")  # fmt: skip
+@click.option("--S_noise", "S_noise", type=Float(), default=1, show_default=True, help="Factor of that noise.")
 @click.option("--fast", is_flag=True, help="Let an image's last bits depend on the batch it is in, where that is quicker.")
-@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents: a folder, or a name on the hub.  [the snapshot's]")
+@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents: a folder, or a name on the hub.  [default: the snapshot's]")
 @click.option("--latents", is_flag=True, help="Write VAE latents as .npy files instead of decoding them.")
-@click.option("--overwrite", is_flag=True, help="Also make the images that are there already.")
+@click.option("--overwrite", is_flag=True, help="Make anew what is there already.")
 @click.option("--grid", metavar="PNG", type=click.Path(path_type=Path), help="Also write all images as one grid.")
 @click.option("--columns", metavar="INT", type=click.IntRange(min=1), default=10, show_default=True, help="Width of the grid in images.")
 @click.option("--scale", metavar="INT", type=click.IntRange(min=1), default=1, show_default=True, help="Enlarge the pixels of the grid.")
+@click.option("-n", "--dry-run", is_flag=True, help="Tell what would be made, with which networks and at what cost, then exit.")
 def main(
     net: str | None, gnet: str | None, preset: str | None, networks: str, guidance: float | None,
     outdir: Path, subdirs: bool, seeds: list[int], class_idx: list[int] | None, batch: int, fast: bool, vae: str | None,
-    latents: bool, overwrite: bool, grid: Path | None, columns: int, scale: int, **options: Any,
+    latents: bool, overwrite: bool, grid: Path | None, columns: int, scale: int, dry_run: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Generate images: `{seed:06d}.png` in OUTDIR. Those that are there already, made with the same networks and options, stay."""
     full_precision()
     check_options(batch, options)
-    files = choose_files(preset, user_path(networks), net, gnet, guidance)
-    heun = Heun(guidance=files.guidance, **options)
+    chosen = preset, user_path(networks), net, gnet, guidance
     samples = list_samples(seeds, class_idx)
+    if dry_run:
+        files = choose_sources(*chosen)
+        plan = SamplingPlan(files, user_path(networks), Heun(guidance=files.guidance, **options), vae, latents)
+        plan.check_classes(class_idx)
+        facts = plan.lines([sample.seed for sample in samples], outdir, subdirs)
+        tell(facts if is_first() else {})
+        return
+    files = choose_files(*chosen)
+    heun = Heun(guidance=files.guidance, **options)
     with processes() as procs:
         snapshot, guide = load_networks(files, procs.device)
         encoder = choose_encoder(snapshot, files.net, vae, latents, fast, procs.device)

@@ -1,5 +1,6 @@
 """Train an EDM2 network. On several GPUs: `torchrun --standalone --nproc_per_node=8 train.py …`."""
 
+import os
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import click
 
 from edm2 import summary
-from edm2.cli.common import Command, Duration, Float, ImageCount, PixelRange
+from edm2.cli.common import Command, Duration, Float, ImageCount, PixelRange, Seed
 from edm2.config import PRECISIONS, TrainingConfig
+from edm2.distributed import is_first
 from edm2.inputs import open_dataset
 from edm2.interruption import RESUME_ME
 from edm2.latents import LatentEncoder
@@ -18,50 +20,57 @@ from edm2.training import train
 
 @click.command(cls=Command)
 @click.option("--outdir", metavar="DIR", required=True, help="Where to save the results; a run there is resumed.")
-@click.option("--data", metavar="ZIP|DIR", required=True, help="Dataset.")
-@click.option("--cond", metavar="BOOL", type=bool, default=True, show_default=True, help="Class-conditional?")
-@click.option("--preset", metavar="STR", default="edm2-img512-s", show_default=True, help="Configuration preset.")
+@click.option("--data", metavar="ZIP|DIR", required=True, help="Dataset, of images or VAE latents.")
+@click.option("--cond", metavar="BOOL", type=bool, default=True, show_default=True, help="Class-conditional? Needs labels.")
+@click.option("--preset", metavar="STR", default="edm2-img512-s", show_default=True,
+              help="Network and training options, which others override: edm2-img512-…, edm2-img64-…, digits.")  # fmt: skip
 @click.option("--duration", type=ImageCount(), help="Training duration in images.")
 @click.option("--batch", type=ImageCount(), help="Total batch size.")
-@click.option("--channels", metavar="INT", type=click.IntRange(min=1), help="Channel multiplier.")
+@click.option("--channels", metavar="INT", type=click.IntRange(min=1), help="Width of the network: channels of its first level.")
 @click.option("--dropout", type=Float(0, max=1, max_open=True), help="Dropout probability.")
 @click.option("--label-dropout", type=Float(0, max=1, max_open=True), default=0, show_default=True,
               help="Probability of an image to go without its label; makes a network that can guide itself.")  # fmt: skip
-@click.option("--pixel-range", type=PixelRange(), help="Of the pixels that VAE latents are of.  [as the dataset tells, else 0,1]")
+@click.option("--pixel-range", type=PixelRange(),
+              help="Range of the pixels that VAE latents were made from.  [default: as the dataset tells, else 0,1]")  # fmt: skip
 @click.option("--latent-stats", metavar="published|data|FILE",
               help="What standardises VAE latents: the published statistics of ImageNet, those that the dataset tells, or those "
-              "of a network.  [published for the official VAE, data for others]")  # fmt: skip
-@click.option("--P_mean", "P_mean", type=Float(), help="Noise level mean, of ln(sigma).")
-@click.option("--P_std", "P_std", type=Float(above=0), help="Its spread.")
+              "of a network.  [default: published for the official VAE, data for others]")  # fmt: skip
+@click.option("--P_mean", "P_mean", type=Float(), help="Mean of ln(sigma), the noise level.")
+@click.option("--P_std", "P_std", type=Float(above=0), help="Standard deviation of ln(sigma).")
 @click.option("--lr", type=Float(above=0), help="Reference learning rate.")
-@click.option("--decay", metavar="BATCHES", type=Float(0), help="Batches after which it decays; 0 = never.")
+@click.option("--decay", metavar="BATCHES", type=Float(0),
+              help="Batches after which the learning rate decays, as 1/sqrt(batches); 0 = never.")  # fmt: skip
 @click.option("--rampup", "rampup_Mimg", type=ImageCount(), callback=lambda _, __, images: None if images is None else images / 1e6,
-              help="Images over which it grows to its full value at first.")  # fmt: skip
-@click.option("--batch-gpu", type=ImageCount(), help="Limit on the batch per GPU; the rest by accumulation.")
+              help="Images over which the learning rate grows to its full value.")  # fmt: skip
+@click.option("--batch-gpu", type=ImageCount(), help="Most images at a time on a GPU; gradients of the others are accumulated.")
 @click.option("--fp16", metavar="BOOL", type=bool, default=True, show_default=True, help="Mixed precision on GPUs?")
-@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Type of activations on GPUs; bf16 also on a CPU.  [as --fp16]")
-@click.option("--compile", type=bool, metavar="BOOL", help="By torch.compile?  [on GPUs]")
-@click.option("--ls", type=Float(above=0), default=1, show_default=True, help="Loss scaling.")
-@click.option("--bench", metavar="BOOL", type=bool, default=True, show_default=True, help="Let cuDNN benchmark?")
-@click.option("--status", type=ImageCount(), help="Interval of status lines; 0 = never.  [128Ki]")
-@click.option("--snapshot", type=ImageCount(), help="Interval of network snapshots; 0 = never.  [8Mi]")
-@click.option("--checkpoint", type=ImageCount(), help="Interval of training checkpoints; 0 = never.  [128Mi]")
-@click.option("--seed", metavar="INT", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Random seed.")
+@click.option("--precision", type=click.Choice(list(PRECISIONS)),
+              help="Type of activations on GPUs; bf16 also on a CPU.  [default: as --fp16 says]")  # fmt: skip
+@click.option("--compile", type=bool, metavar="BOOL", help="Make one graph of a step by torch.compile?  [default: on GPUs]")
+@click.option("--ls", type=Float(above=0), default=1, show_default=True, help="Factor of the loss, for small gradients in fp16.")
+@click.option("--bench", metavar="BOOL", type=bool, default=True, show_default=True, help="Let cuDNN choose its algorithms by their time?")
+@click.option("--status", type=ImageCount(), help="Interval of status lines; 0 = never.  [default: 128Ki, or the preset's]")
+@click.option("--snapshot", type=ImageCount(), help="Interval of network snapshots; 0 = never.  [default: 8Mi, or the preset's]")
+@click.option("--checkpoint", type=ImageCount(),
+              help="Interval of training states, from which a run resumes; 0 = never.  [default: 128Mi, or the preset's]")  # fmt: skip
+@click.option("--seed", metavar="INT", type=Seed(), default=0, show_default=True, help="Random seed.")
 @click.option("--mirror", is_flag=True, help="Also train on the mirror image of each image.")
-@click.option("--workers", metavar="INT", type=click.IntRange(min=0), help="Processes that read a dataset too large for memory.  [2]")
+@click.option("--workers", metavar="INT", type=click.IntRange(min=0),
+              help="Processes that read a dataset too large for memory.  [default: 2]")  # fmt: skip
 @click.option("--init", metavar="FILE", help="Start from the weights of this network: a snapshot or an official pickle.")
 @click.option("--snapshot-dtype", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Precision of snapshots.")
 @click.option("--max-nonfinite", metavar="STEPS", type=click.IntRange(min=0), default=100, show_default=True,
               help="Stop after so many in a row with non-finite gradients; 0 = never.")  # fmt: skip
 @click.option("--keep", metavar="INT", type=click.IntRange(min=0), default=0, show_default=True,
-              help="Delete all but so many of the newest training checkpoints; 0 = none.")  # fmt: skip
-@click.option("--held-out", metavar="ZIP|DIR", help="Dataset of images whose loss to tell beside that of training.")
-@click.option("--samples", metavar="INT", type=click.IntRange(min=0), help="Images in a grid beside each snapshot; 0 = none.  [64]")
-@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents for that grid; of latents there is none without.")
-@click.option("--shard", is_flag=True, help="Spread Adam's moments and the averages over the processes: memory for more images.")
-@click.option("--cuda-graph", is_flag=True, help="Make each step one CUDA graph; for one GPU.")
+              help="Keep so many of the newest training states, delete older ones; 0 = keep all.")  # fmt: skip
+@click.option("--held-out", metavar="ZIP|DIR", help="Dataset whose loss is told beside that of training.")
+@click.option("--samples", metavar="INT", type=click.IntRange(min=0),
+              help="Images in a grid beside each snapshot; 0 = none.  [default: 64]")  # fmt: skip
+@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents for that grid. Without it, there is no grid of latents.")
+@click.option("--shard", is_flag=True, help="Spread Adam's moments and the averages over the processes, which leaves memory for images.")
+@click.option("--cuda-graph", is_flag=True, help="Make each step one CUDA graph; on one GPU only.")
 @click.option("--max-time", type=Duration(), help="Save and stop after this time, e.g. 11:50:00 or 90m.")
-@click.option("-n", "--dry-run", is_flag=True, help="Print the configuration and its cost, then exit.")
+@click.option("-n", "--dry-run", is_flag=True, help="Tell the configuration and its cost, then exit.")
 def main(dry_run: bool, **options: Any) -> None:
     """Train an EDM2 network, with the options and defaults of the official release.
 
@@ -70,7 +79,8 @@ def main(dry_run: bool, **options: Any) -> None:
     """
     config = TrainingConfig(**options).resolved()
     if dry_run:
-        print_plan(config)
+        if is_first():
+            print_plan(config)
         return
     trainer = train(config)
     if trainer.interrupted:
@@ -81,7 +91,7 @@ def main(dry_run: bool, **options: Any) -> None:
 
 def print_plan(config: TrainingConfig) -> None:
     """The configuration, and what it will cost."""
-    config.check(world_size=1)
+    config.check(world_size=int(os.environ.get("WORLD_SIZE", "1")))
     dataset, encoder, (channels, height, width) = open_dataset(config)
 
     def make_net() -> Precond:

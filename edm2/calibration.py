@@ -48,6 +48,8 @@ def calibrate(stats: Sequence[dict[str, Any]], share: float = 0.25, fewest: int 
     gain = np.maximum(1 - error / unstructured, 0)
     if gain.max() < 0.02:
         raise UserError("the network errs as much as one that knows only the data's mean and standard deviation: train longer")
+    if np.count_nonzero(gain) < 2:
+        raise UserError("the network has learnt structure at one noise level only: train longer")
     x, weight = np.log(sigma), gain / gain.sum()
     mean = float(weight @ x)
     std = math.sqrt(float(weight @ (x - mean) ** 2))

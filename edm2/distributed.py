@@ -12,6 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def is_first() -> bool:
+    """Does this process speak for all, also before they know of each other?"""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @dataclass(frozen=True)
 class Processes:
     """This process among the others of the run."""

@@ -34,7 +34,7 @@ def fetch(url: str, folder: str | Path, checksum: str | None = None, known: Call
     of an interrupted download is kept and continued, if the file is still the same. Processes that want the same file wait for
     the first. UserError if it cannot be had.
     """
-    path = user_path(folder) / _file_name(url)
+    path = place(url, folder)
     if checksum is not None:
         check_hexadecimal(checksum)
     if not path.is_file():
@@ -53,6 +53,11 @@ def fetch(url: str, folder: str | Path, checksum: str | None = None, known: Call
     if checksum is not None:
         check_sha256(path, checksum)
     return path
+
+
+def place(url: str, folder: str | Path) -> Path:
+    """Where `fetch` puts the file at `url`. UserError for an address that is none."""
+    return user_path(folder) / _file_name(url)
 
 
 def _file_name(url: str) -> str:

@@ -9,7 +9,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from edm2.download import fetch, is_url
+from edm2.download import fetch, is_url, place
 from edm2.errors import UserError
 from edm2.files import check_sha256, sha256, user_path
 from edm2.network import Precond
@@ -52,6 +52,14 @@ def network_file(source: str | Path, cache: str | Path = CACHE, checksum: str | 
     return path
 
 
+def file_at_hand(source: str | Path, cache: str | Path = CACHE) -> Path | None:
+    """`network_file` without a download: None for an address whose file is not in `cache`."""
+    if not is_url(source):
+        return user_path(source)
+    path = place(source, cache)
+    return path if path.is_file() else None
+
+
 def _is_known(start: bytes) -> bool:
     return start[:1] == b"\x80" or start[8:9] == b"{" or start[:2] == b"PK"
 
@@ -68,13 +76,18 @@ def is_pickle(path: Path) -> bool:
     return start[:1] == b"\x80" and start[8:] != b"{"
 
 
+def converted_file(source: Path, folder: Path) -> Path:
+    """Where `convert` writes."""
+    return folder / (source.name.removesuffix(".pkl") + ".safetensors")
+
+
 def convert(source: Path, folder: Path) -> Path:
     """An official pickle as a snapshot in `folder`, under its own name; tensors keep their values. The path of what was written.
 
     What was written is compared, and the network evaluated once. UserError if it is no official pickle, or does not evaluate
     to numbers.
     """
-    path, checksum = folder / (source.name.removesuffix(".pkl") + ".safetensors"), sha256(source)
+    path, checksum = converted_file(source, folder), sha256(source)
     if not str(path).isprintable():
         raise UserError(f"{str(path)!r} is no name that other programs understand; rename {source.name!r}")
     if path.exists() and not _is_made_of(path, source, checksum):

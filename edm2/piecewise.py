@@ -77,7 +77,7 @@ class Writer:
             places[name] = {"dtype": kinds[dtype], "shape": list(shape), "data_offsets": [start, end]}
         header = json.dumps({"__metadata__": metadata} | places).encode()
         header += b" " * (-len(header) % 8)
-        self.left, self.file = end, open(path, "wb")
+        self.path, self.left, self.file = path, end, open(path, "wb")
         self.file.write(len(header).to_bytes(8, "little") + header)
 
     def write(self, x: Tensor) -> None:
@@ -90,7 +90,8 @@ class Writer:
         self.file.close()
 
     def finish(self) -> None:
-        """OSError where the disk is full; ValueError if tensors are missing."""
+        """OSError where the disk is full; UserError if it is not of the size that its tensors take."""
         self.close()
         if self.left:
-            raise ValueError(f"{self.left} bytes more or less were written than tensors take")
+            lack = f"{abs(self.left):,} bytes {'too few' if self.left > 0 else 'too many'}"
+            raise UserError(f"cannot write {self.path}: {lack}; were the snapshots changed meanwhile? Give the command again")

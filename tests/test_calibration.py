@@ -64,6 +64,10 @@ def test_what_is_odd():
         ([{"Loss/by_noise_level": {"sigma": [1], "images": [1, 2], "error": [1, 2], "u": [1, 2]}}], "are damaged"),
         (lines(seen=slice(5, 8)), "tell of 3 noise levels"),
         ([{"Loss/by_noise_level": {"sigma": SIGMA.tolist(), "images": [1e3] * 22, "error": [1.0] * 22, "u": [0.0] * 22}}], "errs as much"),
+        (
+            [{"Loss/by_noise_level": {"sigma": SIGMA.tolist(), "images": [1e3] * 22, "error": [0.5, *[1.0] * 21], "u": [0.0] * 22}}],
+            "at one noise level only",
+        ),
     ],
 )
 def test_what_is_not_enough(stats, words):

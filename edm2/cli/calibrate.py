@@ -10,7 +10,7 @@ from edm2.cli.common import Float, figure_class, save_figure
 from edm2.stats import read_stats
 
 
-@click.command("calibrate")
+@click.command("calibrate", short_help="Suggest noise levels for training on your data.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--share", type=Float(above=0, max=1), default=0.25, show_default=True, help="How much of the run counts, from its end on.")
 @click.option("--out", metavar="PNG", type=click.Path(path_type=Path), help="Where to.  [default: RUN/noise_levels.png]")

@@ -44,8 +44,8 @@ class Candidate(NamedTuple):
     open: Callable[[], ImageGenerator]
 
 
-def candidates(choice: Choice, device: torch.device) -> list[Candidate]:
-    """All, with their files read as far as that is quick. UserError for what is missing or does not fit."""
+def check_choice(choice: Choice) -> list[str]:
+    """Which of the networks are folders of runs. UserError for options that contradict each other."""
     folders = [net for net in choice.nets if Path(net).is_dir()]
     if choice.stds is None and folders:
         raise UserError(f"--net {folders[0]} is a folder: give --std, the widths of the averages to measure")
@@ -55,6 +55,12 @@ def candidates(choice: Choice, device: torch.device) -> list[Candidate]:
         raise UserError("--preset names networks of its own: give it, or the folder of a training run")
     if len(set(choice.nets)) < len(choice.nets):
         raise UserError("--net: one of them is given twice")
+    return folders
+
+
+def candidates(choice: Choice, device: torch.device) -> list[Candidate]:
+    """All, with their files read as far as that is quick. UserError for what is missing or does not fit."""
+    folders = check_choice(choice)
     found: list[Candidate] = []
     for net in choice.nets or [None]:
         found += _of_run(net, choice, device) if net in folders else [_of_file(net, choice, device)]

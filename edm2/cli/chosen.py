@@ -1,12 +1,12 @@
 """Which networks a command samples from: those given, or a published choice; with their guide and encoder."""
 
-import os
 from pathlib import Path
 
 import click
 import torch
 from torch import nn
 
+from edm2.distributed import is_first
 from edm2.errors import UserError
 from edm2.folding import fold
 from edm2.guidance import Unlabelled, check_fits
@@ -20,7 +20,16 @@ from edm2.vae import load_vae
 
 
 def choose_files(preset: str | None, networks: Path, net: str | None, gnet: str | None, guidance: float | None) -> Published:
-    """Files of the network and its guide, and the strength: those given, else the preset's."""
+    """`choose_sources`, as files: what is at an address is downloaded to `networks`."""
+    chosen = choose_sources(preset, networks, net, gnet, guidance)
+    paths = [None if source is None else network_file(source, networks) for source in (chosen.net, chosen.gnet)]
+    if any(path is not None and is_pickle(path) for path in paths) and is_first():
+        click.echo(f"Note: {LICENCE}.", err=True)
+    return chosen._replace(**dict(zip(("net", "gnet"), (None if path is None else str(path) for path in paths))))
+
+
+def choose_sources(preset: str | None, networks: Path, net: str | None, gnet: str | None, guidance: float | None) -> Published:
+    """Files or addresses of the network and, where there is guidance, its guide, and the strength: those given, else the preset's."""
     strength = {} if guidance is None else {"guidance": guidance}
     row = Published(None)
     if preset is not None:
@@ -28,11 +37,7 @@ def choose_files(preset: str | None, networks: Path, net: str | None, gnet: str 
     chosen = row._replace(net=net or row.net, gnet=gnet or row.gnet, **strength)
     if chosen.net is None:
         raise UserError("give a network: --net, or a published one by --preset")
-    sources = chosen.net, chosen.gnet if chosen.guidance != 1 else None
-    paths = [None if source is None else network_file(source, networks) for source in sources]
-    if any(path is not None and is_pickle(path) for path in paths) and os.environ.get("RANK", "0") == "0":
-        click.echo(f"Note: {LICENCE}.", err=True)
-    return chosen._replace(**dict(zip(("net", "gnet"), (None if path is None else str(path) for path in paths))))
+    return chosen if chosen.guidance != 1 else chosen._replace(gnet=None)
 
 
 def load_networks(files: Published, device: torch.device) -> tuple[Snapshot, nn.Module | None]:

@@ -53,6 +53,10 @@ class Float(click.FloatRange):
         super().__init__(min if above is None else above, min_open=above is not None, **kwargs)
         self.infinite = infinite
 
+    def _describe_range(self) -> str:
+        """For --help: nothing where there are no bounds."""
+        return "" if self.min is None and self.max is None else super()._describe_range()
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
         if math.isnan(number) or (math.isinf(number) and not self.infinite):
@@ -103,6 +107,17 @@ class Duration(click.ParamType):
         if match := re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", str(value)):
             return float(int(match[1]) * 3600 + int(match[2]) * 60 + int(match[3]))
         self.fail(f"'{value}' is no time; write 11:50:00, 90m, 12h or 1.5d", param, ctx)
+
+
+class Seed(click.IntRange):
+    """Of random numbers."""
+
+    def __init__(self):
+        super().__init__(0, 2**63 - 1)
+
+    def _describe_range(self) -> str:
+        """For --help: hardly anybody wants to know."""
+        return ""
 
 
 class Interval(click.ParamType):

@@ -11,7 +11,7 @@ from edm2.info import describe
 from edm2.networks import network_file
 
 
-@click.command()
+@click.command(short_help="Tell what a file or folder holds: network, run, dataset, ….")
 @click.argument("source", metavar="FILE|DIR|URL")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def info(source: str, as_json: bool) -> None:

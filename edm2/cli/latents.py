@@ -25,8 +25,8 @@ DEST = click.argument("dest", metavar="DEST.zip", type=click.Path(dir_okay=False
 @dataset.command()
 @SOURCE
 @DEST
-@click.option("--vae", metavar="DIR|NAME", help=f"VAE: a folder, or a name on the hub.  [{VAE}]")
-@click.option("--vae-name", metavar="NAME", help="What it is called, if --vae is a folder.  [the folder's name]")
+@click.option("--vae", metavar="DIR|NAME", help=f"VAE: a folder, or a name on the hub.  [default: {VAE}]")
+@click.option("--vae-name", metavar="NAME", help="What it is called, if --vae is a folder.  [default: the folder's name]")
 @click.option("--pixel-range", type=PixelRange(), default="0,1", show_default=True,
               help="What the VAE is fed with: 0,1 as in the official release, or -1,1, as it was trained.")  # fmt: skip
 @BATCH
@@ -55,7 +55,7 @@ def encode(
 @dataset.command()
 @SOURCE
 @DEST
-@click.option("--vae", metavar="DIR|NAME", help="VAE: a folder, or a name on the hub.  [the dataset's, if it is the official one]")
+@click.option("--vae", metavar="DIR|NAME", help="VAE: a folder, or a name on the hub.  [default: the dataset's, if it is the official one]")
 @BATCH
 @FAST
 @OVERWRITE

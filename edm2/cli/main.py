@@ -17,7 +17,8 @@ from edm2.version import __version__
 @click.group(cls=Group)
 @click.version_option(__version__)
 def main() -> None:
-    """Datasets, plots and measurements for EDM2 runs. Training: train.py. Sampling: sample.py."""
+    """What there is for EDM2 besides training (python train.py) and sampling (python sample.py): datasets, networks of others,
+    averages of the weights, pictures, measurements."""
 
 
 main.add_command(calibrate_run)

@@ -9,8 +9,10 @@ import click
 from edm2.backends import full_precision
 from edm2.cli.candidates import Candidate, Choice, candidates
 from edm2.cli.common import Float, FloatList, ImageCount, Interval, IntList, Names
+from edm2.cli.metrics_plan import plan
+from edm2.cli.planned import tell
 from edm2.cli.results import Results
-from edm2.distributed import processes
+from edm2.distributed import is_first, processes
 from edm2.errors import UserError
 from edm2.measuring import measure_network, metrics_of, open_measures
 from edm2.networks import CACHE, network_file
@@ -22,18 +24,20 @@ from edm2.sweep import EVERYWHERE
 @click.option("--net", "nets", metavar="FILE|URL|RUN", multiple=True,
               help="Network, or the folder of a training run; may be given several times.")  # fmt: skip
 @click.option("--std", "stds", type=FloatList(), help="Widths of the averages, sigma_rel, of a --net that is a run.")
-@click.option("--kimg", type=Float(above=0), help="Time in the run, in thousands of images as in its snapshots' names.  [the last]")
+@click.option("--kimg", type=Float(above=0),
+              help="Time in the run, in thousands of images as in its snapshots' names.  [default: the last]")  # fmt: skip
 @click.option("--gnet", metavar="FILE|URL|RUN",
-              help="Guide; of a run the average of the same sigma_rel.  [none, or NET itself if trained with --label-dropout]")  # fmt: skip
-@click.option("--gnet-kimg", type=Float(above=0), help="The same as --kimg, in the guide's.  [the last]")
+              help="Guide; of a run the average of the same sigma_rel.  "
+              "[default: none, or NET itself if trained with --label-dropout]")  # fmt: skip
+@click.option("--gnet-kimg", type=Float(above=0), help="The same as --kimg, in the guide's.  [default: the last]")
 @click.option("--preset", metavar="NAME", help="A published choice of --net, --gnet and --guidance, e.g. edm2-img512-s-guid-fid.")
 @click.option("--networks", metavar="DIR", default=CACHE, show_default=True,
               help="Where networks and references are kept that are given by preset or address, and the weights of fid and fd_dinov2.")
-@click.option("--guidance", type=Float(), help="Guidance strength; 1 = off.  [1, or the preset's]")
+@click.option("--guidance", type=Float(), help="Guidance strength; 1 = off.  [default: 1, or the preset's]")
 @click.option("--guidance-interval", type=Interval(), default="0,inf", show_default=True,
               help="Guide where LO < sigma <= HI; a bound within 1.5 % of a step's sigma means that one.")  # fmt: skip
 @click.option("--ref", metavar="FILE|URL", required=True, help="Reference statistics: of `ref`, or of the official release.")
-@click.option("--metrics", "names", type=Names(), help="Which.  [those of REF, but for features of your own]")
+@click.option("--metrics", "names", type=Names(), help="Which.  [default: those of REF, but for features of your own]")
 @click.option("--num", type=ImageCount(), default=50000, show_default=True, help="Images of a run.")
 @click.option("--seed", metavar="INT", type=click.IntRange(min=0), default=0, show_default=True, help="The first image's.")
 @click.option("--runs", metavar="INT", type=click.IntRange(min=1), default=1, show_default=True,
@@ -41,12 +45,13 @@ from edm2.sweep import EVERYWHERE
 @click.option("--steps", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help="Sampling steps.")
 @click.option("--batch", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help="Images at a time.")
 @click.option("--class", "class_idx", type=IntList(), help="Class, or classes to take in turn.  [default: random]")
-@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents: a folder, or a name on the hub.  [the snapshot's]")
+@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents: a folder, or a name on the hub.  [default: the snapshot's]")
 @click.option("--fast", is_flag=True, help="Let an image's last bits depend on the batch it is in, where that is quicker.")
 @click.option("--json", "out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Also write all results there.")
+@click.option("-n", "--dry-run", is_flag=True, help="Tell what would be measured, with which networks and at what cost, then exit.")
 def gen(
     guidance_interval: tuple[float, float], ref: str, names: list[str] | None, num: int, seed: int, runs: int, steps: int, batch: int,
-    class_idx: list[int] | None, out: Path | None, **choice: Any,
+    class_idx: list[int] | None, out: Path | None, dry_run: bool, **choice: Any,
 ) -> None:  # fmt: skip
     """Generate images and measure them; none is saved.
 
@@ -56,6 +61,10 @@ def gen(
     chosen = Choice(**choice)
     if num < 2:
         raise UserError("--num: metrics need two images at least")
+    if dry_run:
+        for facts in plan(chosen, guidance_interval, steps, ref, num, seed, runs):
+            tell(facts if is_first() else {})
+        return
     reference = read_reference(network_file(ref, chosen.networks))
     with processes() as procs:
         found = candidates(chosen, procs.device)

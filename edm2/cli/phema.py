@@ -50,24 +50,25 @@ def input_options(command: Callable) -> Callable:
     return command
 
 
-@click.group(cls=Group, invoke_without_command=True)
+@click.group(cls=Group, invoke_without_command=True, short_help="Make averages of the weights of any width, after training.")
 @input_options
-@click.option("--outdir", metavar="DIR", type=click.Path(path_type=Path), help="Where to.  [default: the first input's folder]")
+@click.option("--outdir", metavar="DIR", type=click.Path(path_type=Path), help="Folder for the averages.  [default: the first input's]")
 @click.option("--outprefix", metavar="STR", default="phema", show_default=True, help="How the names of the averages begin.")
 @click.option("--outstd", type=FloatList(), help="Widths to make: 0.05,0.10 or 0.010,0.015,...,0.250.")
 @click.option("--tensor", "overrides", type=Override(), multiple=True, help="Another width for tensors whose names match; may be repeated.")
 @click.option("--dtype", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Of the stored parameters.")
 @click.option("--skip", is_flag=True, help="Leave out averages whose files are there, whatever they hold.")
-@click.option("--dry-run", is_flag=True, help="Tell what would be made, and how well.")
+@click.option("-n", "--dry-run", is_flag=True, help="Tell what would be made, and how well, then exit.")
 @click.pass_context
 def phema(
     ctx: click.Context, indir: tuple[str, ...], inprefix: str, instd: list[float] | None, outkimg: float | None, outdir: Path | None,
     outprefix: str, outstd: list[float] | None, overrides: tuple[tuple[str, float], ...], dtype: str, skip: bool, dry_run: bool,
 ) -> None:  # fmt: skip
-    """Make averages of the widths (σ_rel) --outstd from the snapshots of a run, all in one pass over them.
+    """Make averages of a run's weights, of the widths --outstd, from its snapshots, all in one pass over them.
 
-    Prints before, for each width, how far the combined profile is from the wanted one (relative L2 distance), and how much
-    errors of the snapshots, as their rounding to fp16, grow.
+    A width is σ_rel, the standard deviation of the average's profile as a share of the training time. Of each width the command
+    first tells how far the profile that the snapshots can combine to is from the wanted one (relative L2 distance), and how
+    much errors of the snapshots, such as their rounding to fp16, grow in it.
     """
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -114,7 +115,9 @@ def _inputs(places: Sequence[str], prefix: str) -> list[Path]:
 def _table(plan: Plan) -> str:
     """What is told of a plan before it is carried out."""
     times = {source.nimg for source in plan.sources}
-    lines = [f"{len(plan.sources)} snapshots at {len(times)} times, the last after {plan.nimg:,} images"]
+    count = f"{len(plan.sources)} snapshot{'s' * (len(plan.sources) > 1)}"
+    when = f"{len(times)} times, the last" if len(times) > 1 else "one time,"
+    lines = [f"{count} at {when} after {plan.nimg:,} images"]
     lines += ["  width   error of fit   growth of rounding"]
     widths = list(plan.stds) + [std for _, std in plan.overrides]
     names = [""] * len(plan.stds) + [f"   of {pattern}" for pattern, _ in plan.overrides]
@@ -127,7 +130,7 @@ def _table(plan: Plan) -> str:
     return "\n".join(lines + notes)
 
 
-@phema.command()
+@phema.command(short_help="Tell how often a run must save snapshots.")
 @click.option("--duration", type=ImageCount(), required=True, help="Images of the whole run: 2Gi.")
 @click.option("--outstd", type=FloatList(), default="0.03,0.05,0.10,0.15,0.20,0.25", show_default=True, help="Widths to be made from it.")
 @click.option("--instd", type=FloatList(), default="0.05,0.10", show_default=True, help="Widths that the run tracks.")
@@ -165,7 +168,7 @@ def _regular(times: int, stds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]
     return np.repeat(np.arange(1, times + 1) / times, len(stds)), np.tile(stds, times)
 
 
-@phema.command("plot")
+@phema.command("plot", short_help="Draw the stored, combined and wanted profiles.")
 @input_options
 @click.option("--times", type=click.IntRange(1, TIMES_AT_MOST), help="Instead of --indir: so many regular times of widths --instd.")
 @click.option("--outstd", type=FloatList(), default="0.15", show_default=True, help="Widths to be made.")

@@ -11,7 +11,7 @@ from edm2.errors import UserError
 from edm2.stats import read_stats
 
 
-@click.command()
+@click.command(short_help="Draw the loss of a run, errors and magnitudes.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--out", metavar="PNG", type=click.Path(path_type=Path), help="Where to.  [default: RUN/loss.png]")
 def plot(run: Path, out: Path | None) -> None:

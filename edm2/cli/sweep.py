@@ -26,29 +26,30 @@ STDS = "0.020,0.030,0.040,0.055,0.075,0.100,0.140,0.200"
 POOR = 0.1  # error of a profile
 
 
-@click.command()
+@click.command(short_help="Find the best width of the average and guidance of a run.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--std", "stds", type=FloatList(), default=STDS, show_default=True, help="Widths of the average, sigma_rel.")
 @click.option("--guidance", "guidances", type=FloatList(), default="1", show_default=True, help="Guidance weights; 1 = none.")
 @click.option("--guidance-interval", "intervals", type=Interval(), multiple=True, default=[EVERYWHERE],
-              help="Guide where LO < sigma <= HI; may be given several times.  [0,inf]")  # fmt: skip
+              help="Guide where LO < sigma <= HI; may be given several times.  [default: 0,inf]")  # fmt: skip
 @click.option("--gnet", metavar="DIR|FILE|URL",
               help="Guide: another run, of which the average of the same sigma_rel is taken, or a network.  "
-              "[the network itself if trained with --label-dropout]")  # fmt: skip
-@click.option("--data", metavar="ZIP|DIR", type=click.Path(path_type=Path), help="Dataset to compare with.  [the run's]")
+              "[default: the network itself if trained with --label-dropout]")  # fmt: skip
+@click.option("--data", metavar="ZIP|DIR", type=click.Path(path_type=Path), help="Dataset to compare with.  [default: the run's]")
 @click.option("--ref", metavar="FILE|URL", help="Reference statistics to compare with, in a dataset's place.")
 @click.option("--metric", default=SMALL, show_default=True,
               help="frechet-small: Fréchet distance by features of a small classifier of the dataset; for small images.  "
               "Or fid, fd_dinov2, features of your own: package.module:function.")  # fmt: skip
-@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents: a folder, or a name on the hub.  [the snapshots']")
+@click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents: a folder, or a name on the hub.  [default: the snapshots']")
 @click.option("--networks", metavar="DIR", default=CACHE, show_default=True,
               help="Where the weights of fid and fd_dinov2 are kept, and what is given by address.")  # fmt: skip
-@click.option("--kimg", type=Float(above=0), help="Time in the run, in thousands of images as in its snapshots' names.  [the last]")
-@click.option("--gnet-kimg", type=Float(above=0), help="The same, in the guide's.  [the last]")
+@click.option("--kimg", type=Float(above=0),
+              help="Time in the run, in thousands of images as in its snapshots' names.  [default: the last]")  # fmt: skip
+@click.option("--gnet-kimg", type=Float(above=0), help="The same, in the guide's.  [default: the last]")
 @click.option("--seeds", type=IntList(), default="0-999", show_default=True, help="One image per seed; classes in turn.")
 @click.option("--steps", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help="Sampling steps.")
 @click.option("--batch", metavar="INT", type=click.IntRange(min=1), default=100, show_default=True, help="Images at a time.")
-@click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Where to.  [RUN/sweep]")
+@click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Where to.  [default: RUN/sweep]")
 def sweep(
     run: Path, stds: list[float], guidances: list[float], intervals: tuple[tuple[float, float], ...], gnet: str | None, data: Path | None,
     ref: str | None, metric: str, vae: str | None, networks: str, kimg: float | None, gnet_kimg: float | None,
