@@ -17,6 +17,8 @@ from edm2.latents import LatentEncoder
 from edm2.network import Precond
 from edm2.training import train
 
+PUBLISHED_SIZE = 64  # of the inputs of all published networks, pixels or latents
+
 
 @click.command(cls=Command)
 @click.option("--outdir", metavar="DIR", required=True, help="Where to save the results; a run there is resumed.")
@@ -107,6 +109,8 @@ def print_plan(config: TrainingConfig) -> None:
         low, high = encoder.pixel_range
         click.echo(f"latents          of {encoder.vae}, of pixels in [{low}, {high}]")
         click.echo(f"standardised by  mean {list(encoder.raw_mean)}, deviation {list(encoder.raw_std)}")
+    if config.preset != "digits" and height != PUBLISHED_SIZE:
+        click.echo(f"Note: {config.preset} is for inputs of {PUBLISHED_SIZE}x{PUBLISHED_SIZE}, and these are of {width}x{height}")
     click.echo(f"parameters       {summary.parameter_count(make_net):,}")
     click.echo(f"multiply-adds    {summary.multiply_adds(make_net) / 1e9:.3f} G per image and evaluation")
     click.echo(f"memory, state    {state / 2**30:.2f} GiB per process (weights, gradients, Adam, averages)")

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,8 +157,10 @@ def test_a_command_has_its_time(monkeypatch, one_thread_env):
             pass
 
     monkeypatch.setitem(COMMANDS, "sample.py", forever)
+    start = time.process_time()
     with pytest.raises(AssertionError, match="(?s)it takes longer than 0.2 s of CPU time.*PAGES"):
         run_command("new", ["sample.py"], one_thread_env)
+    assert time.process_time() - start < 2
 
 
 def test_steps(tmp_path):

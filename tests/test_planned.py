@@ -78,7 +78,8 @@ class TestSample:
         macs = [edm2.summary.multiply_adds(lambda n=n: small_net(n)) for n in (5, 0)]
         assert facts["multiply-adds"] == f"{5 * sum(macs) / 1e9:.3f} G for each image, without decoding"
         assert facts["images"] == f"11, in {tmp_path}" and "decoder" not in facts
-        assert "guide" not in dry(*options, "--guidance=1")
+        without = dry(*options, f"--gnet={tmp_path}/none", "--guidance=1")  # which nobody looks at
+        assert "guide" not in without and without["multiply-adds"].startswith(f"{5 * macs[0] / 1e9:.3f} G")
 
     def test_files_that_are_there(self, net, tmp_path):
         options = f"--net={net}", f"--outdir={tmp_path}/out", "--seeds=0-9,1000", "--subdirs"
@@ -161,6 +162,13 @@ class TestImport:
 
 
 class TestTrain:
+    def test_a_preset_for_other_images(self, digits_zip, tmp_path):
+        """As is the default one: for small images it takes days."""
+        options = f"--outdir={tmp_path}/run", f"--data={digits_zip}", "-n"
+        words = "Note: edm2-img512-s is for inputs of 64x64, and these are of 8x8"
+        assert words in call(train.main, *options).output
+        assert "Note" not in call(train.main, *options, "--preset=digits").output
+
     def test_processes_that_cannot_share_the_batch(self, digits_zip, tmp_path, monkeypatch):
         """As `torchrun` would start them; one of them tells."""
         options = [f"--outdir={tmp_path}/run", f"--data={digits_zip}", "--preset=digits", "--batch=12", "--duration=24", "-n"]
