@@ -154,7 +154,7 @@ PAGES = {
     ),
     "README": Page(
         changes=(("--steps=18", "--steps=2"), ("--std=0.05,0.10,0.15,0.20", "--std=0.05,0.20 --seeds=0-9 --steps=2")),
-        dry=("img512-sd.zip", "network-snapshot-2147483", "data.zip --preset=edm2", "mine.zip", "edm2 import edm2-img512"),
+        dry=("img512-sd.zip", "network-snapshot-2147483", "data.zip --preset=edm2", "mine.zip", "edm2 import edm2-img512", "--ref=img512.npz"),
         files=readme_files,
     ),
     "guidance": Page(
