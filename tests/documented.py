@@ -57,10 +57,13 @@ def pages() -> dict[str, Path]:
 
 
 def steps(path: Path) -> Iterator[Step]:
-    """Of a page, in order; a command without its comment and on one line."""
-    for kind, block in re.findall(r"^```(sh|python)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
+    """Of a page, in order; a command without its comment and on one line. Commands also stand in the last column of tables."""
+    found = re.findall(r"^```(sh|python)\n(.*?)^```$|^\|[^\n]*\|([^|\n]+)\|$", path.read_text(), re.MULTILINE | re.DOTALL)
+    for kind, block, cell in found:
         if kind == "python":
             yield Step(kind, block)
+        elif cell:
+            yield from (Step("sh", words) for words in re.findall(r"`((?:python|torchrun) [^`]+)`", cell))
         else:
             lines = (re.sub(r"(^| )# .*", "", line).strip() for line in block.replace("\\\n", " ").splitlines())
             yield from (Step(kind, " ".join(line.split())) for line in lines if line)
@@ -129,6 +132,16 @@ def metrics_files(folder: Path, run: Path) -> None:
     assert call(sample.main, *samples).exit_code == 0
 
 
+def migrating_files(folder: Path, run: Path) -> None:
+    """What the capital letters stand for: SRC a folder of photos, ZIP the digits, DIR a run."""
+    training_files(folder, run)
+    network_files(folder, run)
+    (folder / "photos").rename(folder / "SRC")
+    (folder / "out").rename(folder / "runs")
+    (folder / "runs" / "run").rename(folder / "DIR")
+    write_zip(folder / "ZIP", *load_digits())
+
+
 def run_files(folder: Path, run: Path) -> None:
     """A run."""
     shutil.copytree(run, folder / "out" / "run")
@@ -154,7 +167,7 @@ PAGES = {
     ),
     "README": Page(
         changes=(("--steps=18", "--steps=2"), ("--std=0.05,0.10,0.15,0.20", "--std=0.05,0.20 --seeds=0-9 --steps=2")),
-        dry=("img512-sd.zip", "network-snapshot-2147483", "data.zip --preset=edm2", "mine.zip", "edm2 import edm2-img512", "--ref=img512.npz"),
+        dry=("img512-sd.zip", "network-snapshot-2147483", "data.zip --preset=edm2", "mine.zip", "import edm2-img512", "--ref=img512.npz"),
         files=readme_files,
     ),
     "guidance": Page(
@@ -179,6 +192,18 @@ PAGES = {
         ),
         dry=("--preset=edm2-img512-s-guid-fid",),
         files=metrics_files,
+    ),
+    "migrating": Page(
+        changes=(
+            ("--resolution=512x512", "--resolution=32x32"),
+            ("encode SRC DEST.zip", "encode --vae=vae DEST.zip LATENTS.zip"),
+            ("--net=URL --gnet=URL --guidance=1.4", "--net=NET --gnet=GUIDE --guidance=1.4 --seeds=0-3 --steps=1"),
+            ("--dest=REF.npz", "--dest=REF.npz --metrics=frechet-small"),
+            ("--images=DIR --ref=REF", "--images=DIR --ref=REF.npz --num=4"),
+            ("--ref=REF --seed=0 --num=50000", "--ref=REF.npz --seed=0 --num=8 --steps=1"),
+        ),
+        dry=("torchrun --standalone --nproc_per_node=8 train.py", "--preset=edm2-img512-s-guid-fid"),
+        files=migrating_files,
     ),
     "post-hoc-ema": Page(
         changes=(
