@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from edm2.errors import UserError
+from edm2.errors import Unfinished, UserError
 from edm2.files import make_folder
 from edm2.image_files import add_file, file_info, file_name
 
@@ -26,10 +26,11 @@ HEADER = struct.Struct("<4s5H3I2H")  # of a file in a ZIP
 class DatasetWriter:
     """The ZIP `path`: 00000/img00000000.png (or another `suffix`), ..., and at the end dataset.json.
 
-    Until `finish` it grows in a hidden file beside `path`. An interruption leaves that, and the next writer of the same `job` (all
-    that the files depend on, for JSON) finds `count` files there, with the `state` (for JSON) that was given with the last of
-    them. Any other error removes it; `anew`: what was there was of another job. The same files make the same bytes.
-    UserError where it cannot be written, and while another process writes it.
+    Until `finish` it grows in a hidden file beside `path`. An interruption leaves that, and so does any fault that is not the user's;
+    the next writer of the same `job` (all that the files depend on, for JSON) finds `count` files there, with the `state` (for
+    JSON) that was given with the last of them. A UserError (bad input, a full disk) removes it, but for `Unfinished`. `anew`: what
+    was there was of another job. The same files make the same bytes. UserError where it cannot be written, and while another
+    process writes it.
     """
 
     def __init__(self, path: str | Path, suffix: str, job: Any):
@@ -90,15 +91,15 @@ class DatasetWriter:
         self.finished = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        interrupted = kind is not None and not issubclass(kind, Exception)
-        if interrupted and not self.file.closed:
+        kept = kind is not None and (issubclass(kind, Unfinished) or not issubclass(kind, UserError))
+        if kept and not self.file.closed:
             with suppress(OSError):  # an older record serves
                 self._write_record()
         self.sender.shutdown()
         self.archive.fp = None  # else it would write its directory when it is let go
         with suppress(OSError):  # of what a full disk did not take
             self.file.close()
-        for path in () if interrupted else (self.new_record, self.record, self.part):
+        for path in () if kept else (self.new_record, self.record, self.part):
             path.unlink(missing_ok=True)
         self._unlock()
         if kind is None and not self.finished:
@@ -106,12 +107,12 @@ class DatasetWriter:
 
     def _open(self) -> None:
         try:
-            found = self._read_record()
+            found, there = self._read_record(), self.part.exists()
             self.file = open(self.part, "r+b" if found else "w+b")
             if found:
                 entries = list(_entries(self.file, found["size"]))
                 found = found if len(entries) == found["count"] else None
-            self.anew = found is None and self.record.exists()
+            self.anew = found is None and there and self.record.exists()
             self.file.seek(found["size"] if found else 0)
             self.file.truncate()
         except OSError as e:

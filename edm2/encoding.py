@@ -46,7 +46,7 @@ def encode_dataset(
             sums = sums.plus(latents)
             writer.add(_npy(latents), sums)
         if writer:
-            facts = LatentFacts(vae.latents.vae, vae.latents.pixel_range, *map(tuple, sums.statistics), vae.sha256)
+            facts = _facts(vae, sums)
             writer.finish({"labels": None if labels is None else labels.tolist(), "latents": facts.to_json()})
 
 
@@ -69,6 +69,14 @@ def decode_dataset(
             writer.add(encode_png(image))
         if writer:
             writer.finish({"labels": None if labels is None else labels.tolist()})
+
+
+def _facts(vae: VAEEncoder, sums: LatentSums) -> LatentFacts:
+    """UserError for latents that are all alike."""
+    try:
+        return LatentFacts(vae.latents.vae, vae.latents.pixel_range, *map(tuple, sums.statistics), vae.sha256)
+    except ValueError as e:
+        raise UserError(f"the VAE {vae.latents.vae} makes latents that cannot be trained on: {e}") from e
 
 
 def _in_turn(
@@ -118,7 +126,10 @@ def _evaluated(
 def _encoded(vae: VAEEncoder, images: NDArray) -> NDArray:
     if images.dtype != np.uint8 or images.shape[1] != 3:
         raise UserError(f"expected an RGB image, got {images.dtype} {list(images.shape[1:])}; `dataset convert` makes it one")
-    return vae.encode_pixels(torch.from_numpy(images)).cpu().numpy()
+    latents = vae.encode_pixels(torch.from_numpy(images)).cpu().numpy()
+    if not np.isfinite(latents).all():
+        raise UserError(f"the VAE {vae.latents.vae} makes latents of this image, or of the next {len(images) - 1}, that are not finite")
+    return latents
 
 
 def _decoded(vae: VAEEncoder, latents: NDArray) -> NDArray:

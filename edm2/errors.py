@@ -8,6 +8,10 @@ class UserError(ValueError):
     """Bad input, told in one line: what is wrong and what to do. Command lines print it without a traceback."""
 
 
+class Unfinished(UserError):
+    """One that the user can do nothing about but give the command again, which goes on where it was."""
+
+
 def check_name(what: str, name: str, known: Collection[str]) -> None:
     """UserError with the nearest names if `name` is not among the known."""
     if name not in known:

@@ -15,11 +15,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from edm2.ahead import in_order
 from edm2.errors import UserError
@@ -29,6 +30,7 @@ LARGEST = 2**30  # bytes of a file in a ZIP, which may be compressed a thousandf
 UNCOMPRESSED = 2**16  # bytes of an image from which on it is written as it is
 READ_AHEAD = 64  # files that are read before they are looked at
 EXPECTED = 'expected {"labels": [[file name, label], ...]} or null'
+BY_OTHERS = "EPS", "PDF", "WMF", "MPEG", "HDF5", "GRIB", "BUFR"  # formats that run a program, or that Pillow but knows by name
 MAX_CLASSES = 2**20  # a class index beyond is a mistake: one-hot labels would not fit in memory
 
 
@@ -84,10 +86,13 @@ class ImageFiles:
                 raise ValueError(f"{info.file_size / 2**30:.1f} GiB, which no image has")
             return self._open_zip().read(info)
 
-    def image(self, name: str) -> Image.Image:
-        """The decoded image, mode L (grey) or RGB; palettes become RGB, alpha is dropped. UserError if damaged."""
+    def image(self, name: str, upright: bool = False) -> Image.Image:
+        """The decoded image, mode L (grey) or RGB; palettes become RGB, alpha is dropped; turned as its EXIF data say if `upright`.
+        UserError if damaged."""
         data = self.read(name)
-        with _reading(self.where(name)), Image.open(io.BytesIO(data)) as image:
+        with _reading(self.where(name)), Image.open(io.BytesIO(data), formats=_formats()) as image:
+            if upright:
+                ImageOps.exif_transpose(image, in_place=True)
             if image.mode[0] in "IF":
                 raise ValueError(f"{image.mode} pixels would lose precision; store 8 bits per channel")
             if image.mode in ("P", "PA"):
@@ -142,20 +147,50 @@ class ImageFiles:
         """
         if not self.has_json:
             return None
-        where = self.where("dataset.json")
+        entries = self._label_entries()
+        if entries is None:
+            return None
+        for fault in self._label_faults(entries):
+            raise UserError(fault)
+        table = dict(entries)
+        labels = [table[name] for name in self.names]
+        return np.array(labels, np.float32 if isinstance(labels[0], list) else np.int64)
+
+    def label_faults(self) -> Iterator[str]:
+        """A line for each that `labels` would refuse, and for each label of a file that is not there."""
+        try:
+            entries = self._label_entries() if self.has_json else None
+        except UserError as e:
+            yield str(e)
+            return
+        if entries is not None:
+            yield from self._label_faults(entries)
+            where, there = self.where("dataset.json"), set(self.names)
+            yield from (f"{where} has a label for {name}, which is not there" for name, _ in entries if name not in there)
+
+    def _label_entries(self) -> list[tuple[str, Any]] | None:
         try:
             entries = self._facts()["labels"]
-            table = None if entries is None else {name.replace("\\", "/"): label for name, label in entries}
+            return None if entries is None else [(name.replace("\\", "/"), label) for name, label in entries]
         except UserError:
             raise
         except Exception as e:  # no such key, not pairs, not a name, ...
-            raise UserError(f"{where} is malformed; {EXPECTED}") from e
-        if table is None:
-            return None
-        missing = next((name for name in self.names if name not in table), None)
-        if missing is not None:
-            raise UserError(f"{where} has no label for {missing}; add one or remove the file")
-        return _label_array(where, self.names, [table[name] for name in self.names])
+            raise UserError(f"{self.where('dataset.json')} is malformed; {EXPECTED}") from e
+
+    def _label_faults(self, entries: list[tuple[str, Any]]) -> Iterator[str]:
+        where = self.where("dataset.json")
+        table: dict[str, Any] = {}
+        for name, label in entries:
+            if table.setdefault(name, label) != label:
+                yield f"{where} has two labels for {name}: {repr(table[name])[:50]} and {repr(label)[:50]}"
+        first = table.get(self.names[0])
+        length = len(first) if isinstance(first, list) and first else None
+        wanted = f"an integer from 0 to {MAX_CLASSES - 1}" if length is None else f"a list of {length} finite numbers"
+        for name in self.names:
+            if name not in table:
+                yield f"{where} has no label for {name}; add one or remove the file"
+            elif not _is_label(table[name], length):
+                yield f"{where}: the label of {name} is {repr(table[name])[:50]}; expected {wanted}, as for all images"
 
 
     def latents(self) -> Any:
@@ -185,8 +220,16 @@ def write_zip(path: str | Path, images: Iterable[np.ndarray | bytes], labels: Se
         add_file(archive, "dataset.json", json.dumps({"labels": entries}).encode())
 
 
+@lru_cache
+def _formats() -> tuple[str, ...]:
+    """Those that Pillow reads by itself."""
+    Image.init()
+    return tuple(name for name in Image.OPEN if name not in BY_OTHERS)
+
+
+@lru_cache
 def _image_suffixes() -> set[str]:
-    return {s for s, fmt in Image.registered_extensions().items() if fmt in Image.OPEN} | {".npy"}
+    return {suffix for suffix, name in Image.registered_extensions().items() if name in _formats()} | {".npy"}
 
 
 def _leads_out(name: str) -> bool:
@@ -213,15 +256,6 @@ def _reading(where: str) -> Iterator[None]:
     except Exception as e:
         reason = " ".join(str(e).split()) or type(e).__name__
         raise UserError(f"cannot read {where}: {reason}; replace or remove it") from e
-
-
-def _label_array(where: str, names: list[str], labels: list) -> np.ndarray:
-    length = len(labels[0]) if isinstance(labels[0], list) and labels[0] else None
-    for name, label in zip(names, labels, strict=True):
-        if not _is_label(label, length):
-            wanted = f"an integer from 0 to {MAX_CLASSES - 1}" if length is None else f"a list of {length} finite numbers"
-            raise UserError(f"{where}: the label of {name} is {repr(label)[:50]}; expected {wanted}, as for all images")
-    return np.array(labels, np.int64 if length is None else np.float32)
 
 
 def _is_label(label, length: int | None) -> bool:

@@ -1,14 +1,16 @@
 """What a run begins with: its dataset and the encoder of that, and the weights of another network."""
 
+import warnings
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from edm2.config import TrainingConfig
 from edm2.data import Dataset, ImageDataset
 from edm2.errors import UserError
-from edm2.latents import STATISTICS, Encoder, LatentFacts, RGBEncoder, differences, encoder_for
+from edm2.latents import STATISTICS, Encoder, LatentEncoder, LatentFacts, RGBEncoder, differences, encoder_for
 from edm2.network import Precond
 from edm2.networks import open_snapshot
 
@@ -18,13 +20,18 @@ def open_dataset(config: TrainingConfig, dataset: Dataset | None = None) -> tupl
     unfit."""
     if dataset is None:
         dataset = ImageDataset(config.data, use_labels=config.cond, mirror=config.mirror)
+        if config.mirror and dataset.dtype != np.uint8:
+            raise UserError("--mirror is for pixels: mirrored latents are not those of a mirrored image")
     channels, height, width = dataset.image_shape
     if height != width:
         raise UserError(f"{config.data or 'the dataset'} holds images of {width}x{height}; training needs square ones")
     facts, stats = _told(dataset), config.latent_stats
     known = stats in (None, *STATISTICS)
     encoder, net_channels = encoder_for(channels, dataset.dtype, config.pixel_range, facts, stats if known else None)
-    return dataset, encoder if known else _standardised_as(encoder, stats), (net_channels, height, width)
+    encoder = encoder if known else _standardised_as(encoder, stats)
+    if facts is not None:
+        _note_statistics(encoder, facts)
+    return dataset, encoder, (net_channels, height, width)
 
 
 def check_alike(held_out: Dataset, dataset: Dataset) -> None:
@@ -32,7 +39,9 @@ def check_alike(held_out: Dataset, dataset: Dataset) -> None:
     kinds = [(tuple(each.image_shape), str(each.dtype)) for each in (held_out, dataset)]
     if kinds[0] != kinds[1]:
         raise UserError("the held-out images are {} of {}, those to train on {} of {}".format(*kinds[0], *kinds[1]))
-    made = [facts and (facts.vae_sha256 or facts.vae, facts.pixel_range) for facts in map(_told, (held_out, dataset))]
+    told = [_told(each) for each in (held_out, dataset)]
+    key = "vae_sha256" if all(facts is not None and facts.vae_sha256 for facts in told) else "vae"
+    made = [facts and (getattr(facts, key), facts.pixel_range) for facts in told]
     if made[0] != made[1]:
         raise UserError("the held-out latents are of {}, those to train on of {}".format(*(m or "a VAE that is not told" for m in made)))
 
@@ -67,6 +76,15 @@ def _standardised_as(encoder: Encoder, path: str) -> Encoder:
     if others:
         raise UserError(f"--latent-stats {path}: its latents are others ({'; '.join(others)})")
     return theirs
+
+
+def _note_statistics(encoder: LatentEncoder, facts: LatentFacts) -> None:
+    """A warning if the latents will be far from mean 0 and standard deviation 0.5."""
+    scale = encoder.final_std / np.array(encoder.raw_std)
+    mean, std = (np.array(facts.raw_mean) - encoder.raw_mean) * scale, np.array(facts.raw_std) * scale
+    if abs(mean).max() > 0.5 or std.min() < 0.25 or std.max() > 1:
+        told = f"means {np.round(mean, 2).tolist()} and standard deviations {np.round(std, 2).tolist()}, and not 0 and 0.5"
+        warnings.warn(f"the latents will have {told}; --latent-stats=data takes the dataset's own statistics", stacklevel=3)
 
 
 def _told(dataset: Dataset) -> LatentFacts | None:

@@ -22,6 +22,7 @@ RAW_STATISTICS = {
 
 
 VAE = "stabilityai/sd-vae-ft-mse"
+VAE_SHA256 = "a1d993488569e928462932c8c38a0760b874d166399b14414135bd9c42df5815"  # of its weights, diffusion_pytorch_model.safetensors
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class RGBEncoder:
 class LatentEncoder:
     """Stored latent Gaussians of a VAE ↔ latents of mean 0 and standard deviation 0.5 (the affine part).
 
-    `vae` names the VAE, and `pixel_range`, (0, 1) or (-1, 1), is what it is fed with: recorded here, used by `edm2.vae`.
+    `vae` names the VAE, `vae_sha256` is that of its weights (None: not known), and `pixel_range`, (0, 1) or (-1, 1), is what it is
+    fed with: recorded here, used by `edm2.vae`.
     `raw_mean` and `raw_std` are the channel statistics of the latents, by default `RAW_STATISTICS` of that range.
     UserError for another range, ValueError for deviations that are not positive.
     """
@@ -98,8 +100,9 @@ class LatentEncoder:
         final_std: float = 0.5,
         vae: str = VAE,
         pixel_range: Sequence[int] = (0, 1),
+        vae_sha256: str | None = None,
     ):
-        self.vae, self.pixel_range, self.final_std = vae, _known_range(pixel_range), final_std
+        self.vae, self.pixel_range, self.final_std, self.vae_sha256 = vae, _known_range(pixel_range), final_std, vae_sha256
         mean, std = RAW_STATISTICS[self.pixel_range]
         self.raw_mean = tuple(mean if raw_mean is None else raw_mean)
         self.raw_std = tuple(std if raw_std is None else raw_std)
@@ -112,12 +115,12 @@ class LatentEncoder:
     @classmethod
     def of(cls, facts: LatentFacts) -> "LatentEncoder":
         """Of a dataset, by its own statistics."""
-        return cls(facts.raw_mean, facts.raw_std, vae=facts.vae, pixel_range=facts.pixel_range)
+        return cls(facts.raw_mean, facts.raw_std, vae=facts.vae, pixel_range=facts.pixel_range, vae_sha256=facts.vae_sha256)
 
     def config(self) -> dict[str, Any]:
         """JSON form, understood by `encoder_from_config`."""
         facts = {name: getattr(self, name) for name in ("raw_mean", "raw_std", "final_std", "vae", "pixel_range")}
-        return {"type": self.kind, **facts}
+        return {"type": self.kind, **facts} | ({} if self.vae_sha256 is None else {"vae_sha256": self.vae_sha256})
 
     def encode(self, x: Tensor, normal: Tensor) -> Tensor:
         """Means ⊕ standard deviations `[N, 2C, H, W]` and normal draws `[N, C, H, W]` → standardised latents."""
@@ -167,7 +170,8 @@ def encoder_from_config(config: dict[str, Any]) -> Encoder:
         return RGBEncoder(**kwargs)
     encoder = LatentEncoder(**kwargs)
     numbers = torch.cat([encoder.scale.flatten(), encoder.bias.flatten()])
-    if not isinstance(encoder.vae, str) or not numbers.isfinite().all() or not (encoder.scale > 0).all():
+    known = encoder.vae_sha256 is None or isinstance(encoder.vae_sha256, str)
+    if not isinstance(encoder.vae, str) or not known or not numbers.isfinite().all() or not (encoder.scale > 0).all():
         raise ValueError("an encoder whose VAE is no name, or whose statistics are none")
     return encoder
 
@@ -212,14 +216,17 @@ def encoder_for(
     if statistics == "published" and facts.vae != VAE:
         raise UserError(f"--latent-stats=published are those of {VAE}, and these latents are of {facts.vae}")
     if facts.vae == VAE and statistics != "data":
-        return LatentEncoder(pixel_range=facts.pixel_range), channels // 2
+        return LatentEncoder(pixel_range=facts.pixel_range, vae_sha256=facts.vae_sha256), channels // 2
     return LatentEncoder.of(facts), channels // 2
 
 
 def differences(a: Encoder, b: Encoder) -> dict[str, str]:
-    """What two encoders have unlike, for messages: of each key of `config()` both values."""
+    """What two encoders have unlike, for messages: of each key of `config()` both values. A checksum that one of them does not know is
+    none."""
     a, b = a.config(), b.config()
     unlike = [key for key in sorted(a.keys() | b.keys()) if _plain(a.get(key)) != _plain(b.get(key))]
+    if "vae_sha256" not in a.keys() & b.keys():
+        unlike = [key for key in unlike if key != "vae_sha256"]
     return {key: f"{key} {_plain(a.get(key))} and {_plain(b.get(key))}" for key in unlike}
 
 

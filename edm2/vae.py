@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -118,20 +119,29 @@ def load_vae(encoder: LatentEncoder, path: str | Path | None = None, device: str
 def load_vae_to_encode(
     name: str, pixel_range: Sequence[int] = (0, 1), path: str | Path | None = None, device: str | torch.device = "cpu", fast: bool = False
 ) -> VAEEncoder:
-    """The VAE at `path`, default at `name`, for `encode_pixels`: what standardises its latents is not known yet. Errors as `load_vae`."""
+    """The VAE at `path`, default at `name`, for `encode_pixels`: in fp32 on every device, since deviations of latents may be far smaller
+    than fp16's steps. What standardises the latents is not known yet. Errors as `load_vae`."""
 
     def plain(vae: "AutoencoderKL") -> LatentEncoder:
         channels = vae.config.latent_channels
         return LatentEncoder((0.0,) * channels, (1.0,) * channels, vae=name, pixel_range=pixel_range)
 
-    return _load(str(path or name), plain, device, fast)
+    return _load(str(path or name), plain, device, fast, torch.float32)
 
 
-def _load(path: str, encoder: Callable[["AutoencoderKL"], LatentEncoder], device: str | torch.device, fast: bool) -> VAEEncoder:
+def _load(
+    path: str,
+    encoder: Callable[["AutoencoderKL"], LatentEncoder],
+    device: str | torch.device,
+    fast: bool,
+    dtype: torch.dtype | None = None,
+) -> VAEEncoder:
     kind, folder = autoencoder_kl(), _folder(path)
     vae = _read(kind, folder)
-    loaded = VAEEncoder(encoder(vae), vae.to(device), fast)
-    loaded.sha256 = sha256(folder / FILES[1])
+    loaded = VAEEncoder(encoder(vae), vae.to(device), fast, dtype)
+    loaded.sha256, expected = sha256(folder / FILES[1]), loaded.latents.vae_sha256
+    if expected not in (None, loaded.sha256):
+        warnings.warn(f"{folder} holds another VAE than the latents were made with: {loaded.sha256}, and not {expected}", stacklevel=3)
     return loaded
 
 

@@ -2,7 +2,9 @@
 
 import io
 import json
+import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -85,17 +87,18 @@ def test_center_crop_sizes_and_halvings(monkeypatch, size, halvings):
     resize = Image.Image.resize
     monkeypatch.setattr(Image.Image, "resize", lambda s, size, f: filters.append(f) or resize(s, size, f))
     image = center_crop_dhariwal(Image.new("RGB", size, (10, 200, 77)), 8, 8)
-    assert filters == [Image.Resampling.BOX] * halvings + [Image.Resampling.BICUBIC] * 2
+    assert filters[:halvings] == [Image.Resampling.BOX] * halvings and set(filters[halvings:]) == {Image.Resampling.BICUBIC}
     assert image.size == (8, 8)
     assert (np.asarray(image) == (10, 200, 77)).all()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_crop_changes_nothing_of_the_scaling(seed):
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("aspect", [1, 1.3, 1.98, 2.02, 3, 5])
+@pytest.mark.parametrize(("target", "short"), [(33, 60), (40, 40), (64, 50), (16, 150)])
+def test_the_crop_changes_nothing_of_the_scaling(target, short, aspect, wide):
     """To the bit: scaled as a whole, then cropped."""
-    random = np.random.RandomState(seed)
-    height, width = random.randint(40, 200, 2)
-    target = int(random.choice([16, 33, 40]))
+    height, width = sorted((short, round(short * aspect)), reverse=not wide)
+    seed = round(100 * aspect)
     image = whole = Image.fromarray(pixels(seed, height, width, 3))
     while min(whole.size) >= 2 * target:
         whole = whole.resize((whole.width // 2, whole.height // 2), Image.Resampling.BOX)
@@ -219,9 +222,88 @@ def test_sizes_are_compared_after_an_interruption(tmp_path):
 def test_a_hint_at_labels(tmp_path):
     files = {f"{c}/{i}.png": PNG for c in "abc" for i in range(2)}
     source = make(tmp_path / "d", files)
-    assert "Note: no labels; --labels-from-folders would make a class of each of 3 folders" in run("convert", source, tmp_path / "a.zip")
-    assert "Note" not in run("convert", source, tmp_path / "b.zip", "--labels-from-folders")
+    note = "Note: no labels; --labels-from-folders would make 3 classes of the folders a, b, c"
+    assert note in run("convert", source, tmp_path / "a.zip")
+    told = run("convert", source, tmp_path / "b.zip", "--labels-from-folders")
+    assert "Note" not in told and "6 images, 3 classes: a, b, c" in told
+    assert json.loads(ImageFiles(tmp_path / "b.zip").read("dataset.json"))["classes"] == ["a", "b", "c"]
     assert "Note" not in run("convert", make(tmp_path / "e", files, None), tmp_path / "c.zip")
+
+
+@pytest.mark.parametrize(
+    ("names", "classes", "labels"),
+    [
+        (["cat/1.png", "cat/2020/1.png", "dog/1.png"], ["cat", "dog"], [0, 0, 1]),
+        (["data/train/n01/1.png", "data/train/n02/1.png"], ["n01", "n02"], [0, 1]),
+        (["train/n01/1.png", "val/n01/1.png"], ["train", "val"], [0, 1]),
+        (["photos/cat/1.png", "photos/cat/2.png"], ["cat"], [0, 0]),
+        (["cat/1.png"], ["cat"], [0]),
+    ],
+)
+def test_classes_of_folders(tmp_path, names, classes, labels):
+    found, indices = cli.folder_classes(ImageFiles(make(tmp_path / "d", dict.fromkeys(names, PNG))))
+    assert (found, indices.tolist()) == (classes, labels)
+
+
+@pytest.mark.parametrize("names", [["1.png"], ["cat/1.png", "2.png"], ["all/cat/1.png", "all/2.png"]])
+def test_files_in_no_folder(tmp_path, names):
+    with fails(f"{names[-1]} is in no sub-folder"):
+        cli.folder_classes(ImageFiles(make(tmp_path / "d", dict.fromkeys(names, PNG))))
+
+
+def test_workers_are_given_the_files_once(tmp_path, monkeypatch):
+    """And with each piece of work only its names: a dataset may have a million."""
+    source = make(tmp_path / "d", {f"{i:03}.png": PNG for i in range(64)})
+    sent = []
+    submit = conversion.ProcessPoolExecutor.submit
+    monkeypatch.setattr(
+        conversion.ProcessPoolExecutor, "submit", lambda pool, *args: sent.append(len(pickle.dumps(args))) or submit(pool, *args)
+    )
+    monkeypatch.setattr(conversion, "CHUNK", 2)
+    files = ImageFiles(source)
+    files.names += [f"{i:0200}.png" for i in range(100)]  # which the first chunks have nothing to do with
+    images = conversion.converted(files, workers=2)
+    assert next(images).width == 32 and max(sent[:5]) < 300
+    images.close()
+
+
+def test_a_worker_that_is_killed(tmp_path, monkeypatch):
+    """One line, and the same command goes on."""
+    source = ImageFiles(make(tmp_path / "d.zip", {f"{i:03}.png": encode(pixels(i, 8, 8)) for i in range(200)}))
+    monkeypatch.setattr(conversion, "CHUNK", 1)
+    monkeypatch.setattr(conversion, "AHEAD", 1)
+    told = []
+
+    def kill(_):
+        told.append(1)
+        if len(told) == 20:
+            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+    with fails("a process that converts images was killed .*; the same command goes on"):
+        convert_dataset(source, tmp_path / "a.zip", workers=2, progress=kill)
+    progress = []
+    convert_dataset(source, tmp_path / "a.zip", workers=2, progress=progress.append)
+    assert progress[0] >= 18 and sum(progress) == 200
+
+
+def test_arrays_of_pixels(tmp_path):
+    for i, shape in enumerate([(3, 6, 4), (1, 6, 4)]):
+        source = make(tmp_path / f"{i}", {"0.npy": encode(pixels(i, *shape), "npy")})
+        run("convert", source, tmp_path / f"{i}.zip", *(["--grey"] if shape[0] == 1 else []))
+        np.testing.assert_array_equal(ImageDataset(tmp_path / f"{i}.zip", use_labels=False).image(0), pixels(i, *shape))
+    source = make(tmp_path / "latents", {"0.npy": encode(np.ones((8, 4, 4), np.float32), "npy")})
+    with fails("0.npy holds no pixels but float32: `dataset decode` makes images of latents"):
+        run("convert", source, tmp_path / "a.zip")
+
+
+def test_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    image = pixels(0, 4, 6, 3)
+    source = make(tmp_path / "d", {"0.png": encode(image, exif=exif)})
+    for options, expected in ([], image), (["--upright"], np.rot90(image, -1)):
+        run("convert", source, tmp_path / "a.zip", "--overwrite", *options)
+        np.testing.assert_array_equal(ImageDataset(tmp_path / "a.zip", use_labels=False).image(0).transpose(1, 2, 0), expected)
 
 
 def test_a_signal_to_all(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 import edm2
 from edm2 import dataset_writer
 from edm2.dataset_writer import DatasetWriter
+from edm2.errors import Unfinished
 from edm2.image_files import ImageFiles
 from tests.dataset_files import encode, fails, pixels
 
@@ -69,7 +70,14 @@ def test_interruptions(whole, tmp_path, recorded, error):
     assert (tmp_path / "a.zip").read_bytes() == whole and left(tmp_path) == {"a.zip"}
 
 
-@pytest.mark.parametrize("error", [edm2.UserError("damaged"), ValueError("a fault")])
+@pytest.mark.parametrize("error", [Unfinished("killed"), ValueError("a fault"), RuntimeError("another process is gone")])
+def test_what_is_not_the_users_fault_loses_nothing(whole, tmp_path, recorded, error):
+    with pytest.raises(type(error)):
+        write(tmp_path / "a.zip", until=20, error=error)
+    assert write(tmp_path / "a.zip") == 20 and (tmp_path / "a.zip").read_bytes() == whole
+
+
+@pytest.mark.parametrize("error", [edm2.UserError("damaged")])
 def test_errors_leave_nothing(tmp_path, recorded, error):
     (tmp_path / "a.zip").write_bytes(b"precious")
     with pytest.raises(type(error)):
@@ -109,7 +117,7 @@ def test_damage(whole, tmp_path, damage):
     else:
         record.write_text(text[:50] if damage == "half a record" else text.replace('"count": 20', '"count": 19'))
     with DatasetWriter(tmp_path / "a.zip", "png", "a") as writer:
-        assert (writer.count, writer.state, writer.anew) == (0, None, damage != "no record")
+        assert (writer.count, writer.state, writer.anew) == (0, None, damage not in ("no record", "no part"))
         for data in FILES:
             writer.add(data)
         writer.finish(LABELS)
@@ -144,9 +152,9 @@ def test_labels_and_the_end(tmp_path):
     with pytest.raises(ValueError, match="zip"), DatasetWriter(tmp_path / "a.zip", "png", "a") as writer:
         writer.add(FILES[0])
         writer.finish(LABELS)
-    with pytest.raises(ValueError, match="was not finished"), DatasetWriter(tmp_path / "a.zip", "png", "a") as writer:
+    with pytest.raises(ValueError, match="was not finished"), DatasetWriter(tmp_path / "b.zip", "png", "a") as writer:
         writer.add(FILES[0])
-    assert left(tmp_path) == set()
+    assert not {"a.zip", "b.zip"} & left(tmp_path)
 
 
 def forked(run) -> int:

@@ -4,14 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import edm2
+from edm2 import encoding
 from edm2.cli.main import main
 from edm2.config import TrainingConfig
 from edm2.data import ArrayDataset, ImageDataset
@@ -20,8 +23,8 @@ from edm2.distributed import Processes
 from edm2.encoding import decode_dataset, encode_dataset
 from edm2.files import sha256
 from edm2.image_files import ImageFiles, write_zip
-from edm2.latent_statistics import latent_statistics
-from edm2.latents import RAW_STATISTICS, VAE, LatentEncoder, LatentFacts
+from edm2.latent_statistics import LatentSums, latent_statistics
+from edm2.latents import RAW_STATISTICS, VAE, LatentEncoder, LatentFacts, encoder_from_config
 from edm2.trainer import Trainer
 from edm2.vae import load_vae, load_vae_to_encode
 from tests.command_lines import call, refused
@@ -150,6 +153,24 @@ with processes() as procs:
             encode_dataset(ImageFiles(tmp_path / "bad"), tmp_path / "a.zip", load_vae_to_encode("tiny", path=folder / "tiny"))
         assert os.listdir(tmp_path) == ["bad"]
 
+    def test_the_official_vae_by_its_weights(self, folder, tmp_path, monkeypatch):
+        """Whatever its folder is called; and no other by its name."""
+        args = "dataset", "encode", f"{folder}/images.zip", f"{tmp_path}/a.zip", f"--vae={folder}/tiny"
+        assert "--vae-name: this is not stabilityai/sd-vae-ft-mse" in refused(main, *args, f"--vae-name={VAE}")
+        monkeypatch.setattr("edm2.cli.latents.VAE_SHA256", sha256(folder / "tiny" / WEIGHTS))
+        assert call(main, *args).exit_code == 0 and told(tmp_path / "a.zip")["vae"] == VAE
+
+    def test_a_vae_that_overflows(self, folder, tmp_path):
+        """Told at the first image, in one line; and one that makes all alike, at the end."""
+        vae = load_vae_to_encode("tiny", path=folder / "tiny")
+        assert vae.vae.dtype == torch.float32
+        with fails("the VAE tiny makes latents that cannot be trained on: their standard deviations are not positive"):
+            encoding._facts(vae, LatentSums(2, [5.0] * 4, [12.5] * 4))
+        vae.vae.quant_conv.weight.data.fill_(float("nan"))
+        with fails("img00000000.png: the VAE tiny makes latents of this image, or of the next 10, that are not finite"):
+            encode_dataset(ImageFiles(folder / "images.zip"), tmp_path / "a.zip", vae)
+        assert not os.listdir(tmp_path)
+
     def test_what_is_there_stays(self, folder):
         before = (folder / "latents.zip").read_bytes()
         line = refused(main, "dataset", "encode", f"{folder}/images.zip", f"{folder}/latents.zip", f"--vae={folder}/tiny")
@@ -167,6 +188,17 @@ class TestDecode:
             difference = images.images(range(11)).astype(int) - expected.numpy()
             assert abs(difference).max() <= 1 and (difference != 0).mean() < 0.01  # standardised and back: rounding
             np.testing.assert_array_equal(images.labels(range(11)), latents.labels(range(11)))
+
+    def test_another_vae(self, folder, tmp_path):
+        """Than the latents were made with: said, and recorded in every snapshot."""
+        save_tiny(tmp_path / "other")
+        weights = load_file(tmp_path / "other" / WEIGHTS)
+        save_file({name: x + 0.01 for name, x in weights.items()}, tmp_path / "other" / WEIGHTS, {"format": "pt"})
+        encoder = LatentEncoder.of(ImageDataset(folder / "latents.zip").latents)
+        assert encoder_from_config(json.loads(json.dumps(encoder.config()))).vae_sha256 == sha256(folder / "tiny" / WEIGHTS)
+        with pytest.warns(UserWarning, match="other holds another VAE than the latents were made with"):
+            load_vae(encoder, tmp_path / "other")
+        load_vae(encoder, folder / "tiny")
 
     def test_bad_input(self, folder, tmp_path):
         line = refused(main, "dataset", "decode", f"{folder}/latents.zip", f"{tmp_path}/a.zip")
@@ -207,7 +239,9 @@ class TestTraining:
             (official, "published", published),
             (official, "data", own),
         ):
-            found = encoder(tmp_path, source, latent_stats=stats)
+            far = pytest.warns(UserWarning, match=r"the latents will have means \[.*--latent-stats=data takes the dataset's own")
+            with far if expected == published else nullcontext():
+                found = encoder(tmp_path, source, latent_stats=stats)
             assert (found.raw_mean, found.raw_std) == expected and found.vae == (VAE if source == official else "tiny")
         drawn = found.encode(torch.from_numpy(ImageDataset(data).images(range(11))), torch.randn(11, 4, 4, 4))
         assert drawn.mean().abs() < 0.05 and abs(drawn.std() - 0.5) < 0.05
@@ -217,7 +251,7 @@ class TestTraining:
     def test_range(self, folder, tmp_path):
         assert encoder(tmp_path, folder / "centred.zip").pixel_range == (-1, 1)
         assert encoder(tmp_path, folder / "centred.zip", pixel_range=(-1, 1)).pixel_range == (-1, 1)
-        facts = LatentFacts(VAE, (-1, 1), (0.0,) * 4, (1.0,) * 4)
+        facts = LatentFacts(VAE, (-1, 1), *RAW_STATISTICS[-1, 1])
         dataset = ArrayDataset(np.ones((8, 8, 8, 8), np.float32), latents=facts)
         found = Trainer(config(tmp_path, "", cond=False), Processes(0, 1, CPU), dataset).encoder
         assert found.pixel_range == (-1, 1) and (found.raw_mean, found.raw_std) == RAW_STATISTICS[-1, 1]
@@ -245,7 +279,8 @@ class TestTraining:
             (folder / "centred.zip", r"pixel_range \[0, 1\] and \[-1, 1\]"),
             (data, rf"was trained on other data than these \(raw_mean \[0.0, .*give --latent-stats={init}"),
         ):  # fmt: skip
-            start = Trainer(config(tmp_path, source, init=init), Processes(0, 1, CPU)).start
+            with pytest.warns(UserWarning, match="the latents will have means") if source == official else nullcontext():
+                start = Trainer(config(tmp_path, source, init=init), Processes(0, 1, CPU)).start
             with fails(text):
                 start()
         for source in (folder / "centred.zip", official, folder / "images.zip"):
@@ -258,6 +293,12 @@ class TestTraining:
         assert Trainer(config(tmp_path, data, held_out=str(data)), Processes(0, 1, CPU)).held_out
         with fails("the held-out latents are of .*, those to train on of"):
             Trainer(config(tmp_path, data, held_out=str(folder / "centred.zip")), Processes(0, 1, CPU))
+        unchecked = ArrayDataset(ImageDataset(data).images(range(11)), latents=LatentFacts("tiny", (0, 1), (0.0,) * 4, (1.0,) * 4))
+        assert Trainer(config(tmp_path, data), Processes(0, 1, CPU), held_out=unchecked).held_out  # by the name
+
+    def test_mirror(self, folder, tmp_path):
+        with fails("--mirror is for pixels: mirrored latents are not those of a mirrored image"):
+            encoder(tmp_path, folder / "latents.zip", mirror=True)
 
     def test_other_data_later(self, folder, tmp_path):
         """A run goes on with what it began with, and its snapshots tell of it."""

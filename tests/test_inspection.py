@@ -39,18 +39,47 @@ class TestCheck:
             for name, path in zip(file.namelist(), (names[80], names[90])):
                 path.write_bytes(file.read(name))
         (images / "b.zip").unlink()
-        (images / "dataset.json").write_text('{"labels": [["a.png", 0]]}')
+        labels = [[f"00000/{path.name}", 0] for path in names]
+        labels[7][1], labels[8][1], labels[9][0], labels[10:11] = -1, "a", "00000/none.png", [labels[10], [labels[10][0], 4]]
+        (images / "dataset.json").write_text(json.dumps({"labels": labels}))
         found = list(faults(images))
-        assert len(found) == 5 and "dataset.json has no label for 00000/img00000000.png" in found[0]
-        assert [str(names[i]) in line for i, line in zip((3, 70, 80, 90), found[1:])] == [True] * 4
-        assert found[3].endswith("is uint8 [3, 4, 4], and 00000/img00000000.png is uint8 [3, 4, 6]")
+        of_labels = (
+            "two labels for 00000/img00000010.png: 0 and 4",
+            "img00000007.png is -1;",
+            "img00000008.png is 'a'",
+            "no label for 00000/img00000009.png",
+            "a label for 00000/none.png, which is not there",
+        )
+        for line, words in zip(found, of_labels):
+            assert "dataset.json" in line and words in line
+        assert [str(names[i]) in line for i, line in zip((3, 70, 80, 90), found[5:])] == [True] * 4
+        assert found[7].endswith("is uint8 [3, 4, 4], and 00000/img00000000.png is uint8 [3, 4, 6]") and len(found) == 9
         result = call(main, "dataset", "check", str(images))
-        assert result.exit_code == 1 and f"Error: {images}: 5 faults in 100 files" in result.output.splitlines()
+        assert result.exit_code == 1 and f"Error: {images}: 9 faults in 100 files" in result.output.splitlines()
 
     def test_numbers(self, tmp_path):
         for i, value in enumerate((0, np.nan, np.inf)):
             np.save(tmp_path / f"{i}.npy", np.full((8, 2, 2), value, np.float32))
         assert [line.split("/")[-1] for line in faults(tmp_path)] == [f"{i}.npy has numbers that are not finite" for i in (1, 2)]
+
+    def test_latents(self, tmp_path):
+        """Deviations below zero, no deviations, and what dataset.json tells."""
+        for i, (channels, value) in enumerate(((4, 1.0), (4, -1.0), (4, 1.0))):
+            np.save(tmp_path / f"{i}.npy", np.full((channels, 2, 2), value, np.float32))
+        assert [line.split("/")[-1] for line in faults(tmp_path)] == ["1.npy has standard deviations below zero"]
+        for mean, std, expected in (
+            ([1.0, 1.0], [1.0, 1.0], []),
+            ([1.0, 9.0], [1.0, 1.0], ["tells of a mean of [1.0, 9.0], and the files' is [1.0, 1.0]"]),
+            ([1.0], [1.0], ["tells of a mean of [1.0]", "tells of a standard deviation of [1.0]"]),
+            ([1.0], [-1.0], ["is malformed in what it tells of latents: their standard deviations are not positive"]),
+        ):
+            told = {"vae": "a", "pixel_range": [0, 1], "raw_mean": mean, "raw_std": std}
+            (tmp_path / "dataset.json").write_text(json.dumps({"labels": None, "latents": told}))
+            found = [line for line in faults(tmp_path) if "1.npy" not in line]
+            assert len(found) == len(expected) and all(words in line for words, line in zip(expected, found)), found
+        (tmp_path / "odd").mkdir()
+        np.save(tmp_path / "odd" / "0.npy", np.ones((3, 2, 2), np.float32))
+        assert [line.split("/")[-1] for line in faults(tmp_path / "odd")][0].startswith("0.npy has 3 channels, and latents have means and")
 
     def test_none(self, tmp_path):
         assert "holds no images" in refused(main, "dataset", "check", str(tmp_path))

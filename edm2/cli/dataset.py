@@ -1,9 +1,10 @@
 """`python -m edm2 dataset`: make datasets, and look at them. (Latents: `edm2.cli.latents`.)"""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -49,11 +50,12 @@ def digits(dest: Path, overwrite: bool) -> None:
               help="How, with --resolution.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(min=1), help="Processes.  [default: one for each core]")
 @click.option("--grey", is_flag=True, help="Write one channel instead of RGB.")
-@click.option("--labels-from-folders", is_flag=True, help="One class per sub-folder, in order of name.")
+@click.option("--upright", is_flag=True, help="Turn photographs as the camera noted (EXIF); ImageNet's are not, by anyone.")
+@click.option("--labels-from-folders", is_flag=True, help="One class per folder, in order of name.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 def convert(
     source: Path, dest: Path, resolution: tuple[int, int] | None, transform: str, workers: int | None, grey: bool,
-    labels_from_folders: bool, overwrite: bool,
+    upright: bool, labels_from_folders: bool, overwrite: bool,
 ) -> None:  # fmt: skip
     """Turn a folder or ZIP of images into a dataset of equally sized ones.
 
@@ -65,15 +67,15 @@ def convert(
     """
     refuse_existing(dest, overwrite)
     files = ImageFiles(source)
-    labels = folder_labels(files) if labels_from_folders else files.labels()
-    if labels is None and not files.has_json and (folders := {name.split("/")[0] for name in files.names if "/" in name}):
-        click.echo(f"Note: no labels; --labels-from-folders would make a class of each of {len(folders)} folders", err=True)
+    classes, labels = folder_classes(files) if labels_from_folders else (None, files.labels())
+    if labels is None and not files.has_json:
+        note_folders(files)
     keep_freed_memory()
     with resumable_bar(len(files.names)) as bar:
         resized = None if resolution is None else transform
-        convert_dataset(files, dest, labels, "L" if grey else "RGB", resized, resolution, workers, bar.update)
-    classes = "no labels" if labels is None else "labels"
-    click.echo(f"wrote {dest}: {len(files.names)} images, {classes}")
+        convert_dataset(files, dest, labels, "L" if grey else "RGB", resized, resolution, workers, bar.update, upright, classes)
+    told = "no labels" if labels is None else "labels" if classes is None else f"{len(classes)} classes: {shortened(classes)}"
+    click.echo(f"wrote {dest}: {len(files.names)} images, {told}")
 
 
 @dataset.command()
@@ -129,13 +131,30 @@ def load_digits() -> tuple[np.ndarray, list[int]]:
     return np.round(data.images * (255 / 16)).astype(np.uint8), data.target.tolist()  # stored as 0..16
 
 
-def folder_labels(files: ImageFiles) -> np.ndarray:
-    """Class indices int64 [n]: the rank of each file's folder among all folders; UserError for a file in none."""
-    folders = [name.rpartition("/")[0] for name in files.names]
-    if "" in folders:
-        loose = files.names[folders.index("")]
+def folder_classes(files: ImageFiles) -> tuple[list[str], np.ndarray]:
+    """Names of classes and indices int64 [n]: the folders at the top, below what all files have in common. UserError for a file in
+    none."""
+    folders = [name.split("/")[:-1] for name in files.names]
+    common = len(os.path.commonprefix(folders))
+    common -= all(len(folder) == common for folder in folders)  # all in one
+    loose = next((name for name, folder in zip(files.names, folders) if len(folder) == max(common, 0)), None)
+    if loose is not None:
         raise UserError(f"--labels-from-folders: {files.where(loose)} is in no sub-folder; move or remove it")
-    return np.unique(folders, return_inverse=True)[1]
+    classes, labels = np.unique([folder[common] for folder in folders], return_inverse=True)
+    return classes.tolist(), labels
+
+
+def note_folders(files: ImageFiles) -> None:
+    """Where there are no labels, but folders that could be."""
+    with suppress(UserError):
+        classes, _ = folder_classes(files)
+        told = f"{len(classes)} classes of the folders {shortened(classes)}"
+        click.echo(f"Note: no labels; --labels-from-folders would make {told}", err=True)
+
+
+def shortened(names: list[str]) -> str:
+    """For messages."""
+    return ", ".join(names if len(names) < 6 else [*names[:3], "...", names[-1]])
 
 
 def refuse_existing(dest: Path, overwrite: bool) -> None:

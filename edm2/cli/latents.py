@@ -11,8 +11,9 @@ from edm2.cli.dataset import dataset, refuse_existing, resumable_bar
 from edm2.data import latent_facts
 from edm2.distributed import Processes, processes
 from edm2.encoding import decode_dataset, encode_dataset
+from edm2.errors import UserError
 from edm2.image_files import ImageFiles
-from edm2.latents import VAE, LatentEncoder
+from edm2.latents import VAE, VAE_SHA256, LatentEncoder
 from edm2.vae import VAEEncoder, load_vae, load_vae_to_encode
 
 BATCH = click.option("--batch", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help="Images at a time.")
@@ -26,7 +27,8 @@ DEST = click.argument("dest", metavar="DEST.zip", type=click.Path(dir_okay=False
 @SOURCE
 @DEST
 @click.option("--vae", metavar="DIR|NAME", help=f"VAE: a folder, or a name on the hub.  [default: {VAE}]")
-@click.option("--vae-name", metavar="NAME", help="What it is called, if --vae is a folder.  [default: the folder's name]")
+@click.option("--vae-name", metavar="NAME",
+              help="What it is called, if --vae is a folder.  [default: the official name if it is that, else the folder's]")  # fmt: skip
 @click.option("--pixel-range", type=PixelRange(), default="0,1", show_default=True,
               help="What the VAE is fed with: 0,1 as in the official release, or -1,1, as it was trained.")  # fmt: skip
 @BATCH
@@ -46,6 +48,7 @@ def encode(
     name = vae_name or (VAE if vae is None else Path(vae).resolve().name if Path(vae).is_dir() else vae)
     with processes() as procs:
         encoder = one_first(procs, lambda: load_vae_to_encode(name, pixel_range, vae, procs.device, fast))
+        encoder.latents.vae = name = proper_name(name, vae_name, encoder.sha256)
         with resumable_bar(len(files.names), procs.rank == 0) as bar:
             encode_dataset(files, dest, encoder, batch, procs, bar.update)
         if procs.rank == 0:
@@ -74,6 +77,13 @@ def decode(source: Path, dest: Path, vae: str | None, batch: int, fast: bool, ov
             decode_dataset(files, dest, loaded, batch, procs, bar.update)
         if procs.rank == 0:
             click.echo(f"wrote {dest}: {len(files.names)} images")
+
+
+def proper_name(name: str, given: str | None, checksum: str | None) -> str:
+    """That of the official VAE if it is that, whatever its folder is called. UserError if it is given and is not."""
+    if checksum != VAE_SHA256 and given == VAE:
+        raise UserError(f"--vae-name: this is not {VAE}: the SHA-256 of its weights is {checksum}, and not {VAE_SHA256}")
+    return VAE if checksum == VAE_SHA256 and given is None else name
 
 
 def one_first(procs: Processes, load: Callable[[], VAEEncoder]) -> VAEEncoder:
