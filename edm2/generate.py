@@ -106,25 +106,35 @@ class ImageGenerator:
             latents = heun.integrate(denoise, noise, dtype, random.randn_like, callback)
         decoded = self.encoder.decode(latents)
         makes_pixels = self.encoder.makes_pixels
-        return _Started(seeds, labels, latents, decoded.permute(0, 2, 3, 1) if makes_pixels else decoded, makes_pixels)
+        finite = latents.isfinite().flatten(1).all(dim=1)
+        return _Started(seeds, labels, latents, decoded.permute(0, 2, 3, 1) if makes_pixels else decoded, makes_pixels, finite)
 
 
 class _Started:
     """A batch that is on its way to the host."""
 
-    def __init__(self, seeds: list[int], labels: Tensor | None, latents: Tensor, decoded: Tensor, makes_pixels: bool):
-        self.batch, self.decoded, self.makes_pixels, self.arrived = Batch(seeds, labels, latents, None), decoded, makes_pixels, None
+    def __init__(self, seeds: list[int], labels: Tensor | None, latents: Tensor, decoded: Tensor, makes_pixels: bool, finite: Tensor):
+        self.batch, self.makes_pixels, self.arrived = Batch(seeds, labels, latents, None), makes_pixels, None
+        self.decoded, self.finite = (_on_its_way(x) for x in (decoded, finite))
         if decoded.is_cuda:
-            self.decoded = torch.empty(decoded.shape, dtype=decoded.dtype, pin_memory=True).copy_(decoded, non_blocking=True)
             self.arrived = torch.cuda.current_stream(decoded.device).record_event()
 
     def finished(self) -> Batch:
+        """UserError for images that are none."""
         array = self.decoded.numpy()
         if self.arrived is not None:
             self.arrived.synchronize()
             array = array.copy()  # the page-locked memory is for the next
+        for seed, finite in zip(self.batch.seeds, self.finite.tolist()):
+            if not finite:
+                raise UserError(f"the image of seed {seed} has values that are not finite: the network is damaged, or its numbers overflow")
         self.batch.images, self.batch.vae_latents = (array, None) if self.makes_pixels else (None, array)
         return self.batch
+
+
+def _on_its_way(x: Tensor) -> Tensor:
+    """To the host, which does not wait for it."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) if x.is_cuda else x
 
 
 def _one_ahead(batches: Iterator[_Started]) -> Iterator[_Started]:
@@ -157,7 +167,8 @@ def generate_images(
     Networks that are not folded yet are, for the length of the call; an `ImageGenerator` keeps them.
     class_idx: the class of all images, or classes to take in turn; None draws each image's class from its own seed.
     `encoder` turns latents into pixels (default: RGB; of VAE latents: `edm2.vae.load_vae`); `sampler_kwargs` are those of
-    `edm_sampler`. UserError for a class that the network does not know, ValueError for guidance without a guide.
+    `edm_sampler`. UserError for a class that the network does not know, and for images that are not finite; ValueError for guidance
+    without a guide.
     """
     return ImageGenerator(net, gnet, encoder, fast)(seeds, class_idx, max_batch_size, **sampler_kwargs)
 

@@ -153,3 +153,14 @@ def test_the_one_before_is_not_lost_when_one_fails():
         for batch in _one_ahead(batches()):
             got.append(batch)
     assert got == [1, 2]
+
+
+def test_images_that_are_not_finite():
+    """Told, and not made black."""
+    net = tiny_net()
+    batches = edm2.generate_images(net, [1, 2], num_steps=2, dtype=torch.float32)
+    assert next(batches).images.shape[0] == 2
+    with torch.no_grad():
+        net.unet.out_gain.fill_(float("nan"))
+    with pytest.raises(edm2.UserError, match="the image of seed 7 has values that are not finite"):
+        list(edm2.generate_images(net, [7, 8], num_steps=2))
