@@ -27,7 +27,7 @@ def dataset() -> None:
     """Make datasets for training."""
 
 
-@dataset.command()
+@dataset.command(short_help="Write scikit-learn's handwritten digits.")
 @click.argument("dest", metavar="OUT.zip", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 def digits(dest: Path, overwrite: bool) -> None:
@@ -42,15 +42,15 @@ def digits(dest: Path, overwrite: bool) -> None:
     click.echo(f"wrote {dest}: {len(images)} images")
 
 
-@dataset.command()
+@dataset.command(short_help="Make a dataset of any images.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("dest", metavar="DEST.zip", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--resolution", type=Resolution(), help="Crop and scale to so many pixels.  [default: keep]")
 @click.option("--transform", type=click.Choice(list(TRANSFORMS)), default="center-crop-dhariwal", show_default=True,
-              help="How, with --resolution.")  # fmt: skip
+              help="How --resolution crops and scales.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(min=1), help="Processes.  [default: one for each core]")
 @click.option("--grey", is_flag=True, help="Write one channel instead of RGB.")
-@click.option("--upright", is_flag=True, help="Turn photographs as the camera noted (EXIF); ImageNet's are not, by anyone.")
+@click.option("--upright", is_flag=True, help="Turn photographs as their EXIF data say; leave it out for ImageNet.")
 @click.option("--labels-from-folders", is_flag=True, help="One class per folder, in order of name.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 def convert(
@@ -78,11 +78,11 @@ def convert(
     click.echo(f"wrote {dest}: {len(files.names)} images, {told}")
 
 
-@dataset.command()
+@dataset.command(short_help="Read every file, and name every fault.")
 @click.argument("path", metavar="ZIP|DIR", type=click.Path(path_type=Path))
 def check(path: Path) -> None:
     """Read every file of a dataset, and name every fault: files that cannot be read, other sizes and types, labels that do not
-    fit. The exit code is 1 if there is one."""
+    fit or belong to no file, latents that are none. The exit code is 1 if there is one."""
     count = len(ImageFiles(path).names)
     found = 0
     with files_bar(count) as bar:
@@ -94,7 +94,7 @@ def check(path: Path) -> None:
     click.echo(f"{path}: {count} files, no fault")
 
 
-@dataset.command()
+@dataset.command(short_help="Tell the mean and standard deviation of VAE latents.")
 @click.argument("path", metavar="ZIP|DIR", type=click.Path(path_type=Path))
 def stats(path: Path) -> None:
     """Mean and standard deviation of a dataset of VAE latents by channel, as `edm2.latents.LatentEncoder` takes them for another

@@ -23,7 +23,7 @@ SOURCE = click.argument("source", type=click.Path(path_type=Path))
 DEST = click.argument("dest", metavar="DEST.zip", type=click.Path(dir_okay=False, path_type=Path))
 
 
-@dataset.command()
+@dataset.command(short_help="Make VAE latents of images.")
 @SOURCE
 @DEST
 @click.option("--vae", metavar="DIR|NAME", help=f"VAE: a folder, or a name on the hub.  [default: {VAE}]")
@@ -37,7 +37,7 @@ DEST = click.argument("dest", metavar="DEST.zip", type=click.Path(dir_okay=False
 def encode(
     source: Path, dest: Path, vae: str | None, vae_name: str | None, pixel_range: tuple[int, int], batch: int, fast: bool, overwrite: bool
 ) -> None:
-    """Turn a dataset of RGB images into one of VAE latents: of each image their means and standard deviations.
+    """Turn a dataset of RGB images into one of VAE latents: the means and standard deviations of each image's.
 
     dataset.json tells of the VAE, of --pixel-range and of the latents' mean and standard deviation by channel; training reads that.
     After an interruption the same command goes on where it was. On several GPUs: torchrun --standalone --nproc_per_node=8 -m edm2
@@ -55,7 +55,7 @@ def encode(
             click.echo(f"wrote {dest}: latents of {len(files.names)} images by {name}")
 
 
-@dataset.command()
+@dataset.command(short_help="Make images of VAE latents.")
 @SOURCE
 @DEST
 @click.option("--vae", metavar="DIR|NAME", help="VAE: a folder, or a name on the hub.  [default: the dataset's, if it is the official one]")
