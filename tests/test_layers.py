@@ -1,6 +1,7 @@
 """Imports go down only."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,11 @@ def test_kernels_know_nothing_above_them():
         assert all(name.split(".")[0] == "kernels" for name in project_imports(path)), path
 
 
-def test_every_module_is_ranked():
+def test_every_module_is_ranked_and_listed():
     found = {path.stem for path in (ROOT / "edm2").glob("*.py")} - {"__init__", "__main__"}
     assert found == set(EDM2)
+    listed = re.findall(r"`(\w+)`", (ROOT / "edm2" / "README.md").read_text().split("|---|---|")[1])
+    assert sorted(listed) == sorted(found)
 
 
 @pytest.mark.parametrize("module", EDM2)
