@@ -1,7 +1,7 @@
 """The processes of a run, as `torchrun` starts them; one process without it."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from edm2.errors import UserError
 
 
 def is_first() -> bool:
@@ -90,6 +92,24 @@ class Processes:
         found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         dist.gather_object(x, found, group=self.hosts)
         return found
+
+    def first(self, action: Callable[[], Any]) -> Any:
+        """What `action` returns, in the first process, which alone does it; None in the others. A UserError is raised in all."""
+        found = error = None
+        if self.rank == 0:
+            try:
+                found = action()
+            except UserError as e:
+                error = e
+        self.raise_any(error)
+        return found
+
+    def raise_any(self, error: UserError | None) -> None:
+        """Raises what one of them has met in all, so that the first can tell it and none waits for those that ended."""
+        met = self.gather(error)
+        met = self.share(met and next((each for each in met if each is not None), None))
+        if met is not None:
+            raise met
 
     def barrier(self) -> None:
         """Until all hosts are here: for a day, not for the minutes that collectives of GPUs have."""

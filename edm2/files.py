@@ -23,7 +23,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     gone. UserError where the file system refuses (no such folder, disk full).
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.{LEFTOVER}")
+    temporary = _temporary(path)
     try:
         yield temporary
         with open(temporary, "rb+") as file:
@@ -56,6 +56,19 @@ def make_folder(path: str | Path) -> Path:
     return path
 
 
+def check_writable(path: str | Path) -> None:
+    """Creates its folder, and sees that a file can be written there: before what takes long. UserError if not."""
+    path = Path(path)
+    make_folder(path.parent)
+    temporary = _temporary(path)
+    try:
+        temporary.touch()
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror or e}") from e
+    finally:
+        _remove(temporary)
+
+
 def check_sha256(path: str | Path, checksum: str) -> None:
     """UserError unless the file has it, hexadecimal."""
     check_hexadecimal(checksum)
@@ -75,6 +88,10 @@ def sha256(path: str | Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or e}") from e
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.{LEFTOVER}")
 
 
 def _remove(path: Path) -> None:

@@ -14,8 +14,8 @@ import torch
 from edm2.data import Dataset, ImageDataset, read_parts
 from edm2.dinov2 import large_features
 from edm2.errors import UserError, check_name
-from edm2.features import Features, SmallClassifier, SmallFeatures, check_measurable, load_classifier, save_classifier, train_classifier
-from edm2.files import make_folder, sha256
+from edm2.features import Features, SmallClassifier, SmallFeatures, told
+from edm2.files import sha256
 from edm2.frechet import Gaussian, Moments, frechet_distance
 from edm2.image_files import ImageFiles
 from edm2.inception import InceptionFeatures
@@ -26,7 +26,6 @@ SMALL = "frechet-small"
 METRICS = "fid", "fd_dinov2", SMALL
 AT_ONCE = 1024  # images of a dataset; features that are added to a Gaussian
 PART = 2**25  # bytes of images that features are asked of together
-IN_MEMORY = 2**30  # bytes of a dataset that is decoded once
 
 
 class Metric(Protocol):
@@ -43,41 +42,58 @@ class Metric(Protocol):
 
 class FrechetDistance:
     """Between images and all of a dataset's, or a reference's, by any features. UserError for features that are no finite numbers
-    `[N, d]`."""
+    `[N, d]`, and for images of another `image_shape` (C, H, W), if that is known, as it is of a dataset."""
 
-    def __init__(self, name: str, features: Features, reference: Dataset | Moments, facts: dict[str, str] | None = None):
-        self.name, self.facts, self.features = name, facts or {}, features
-        self.reference = reference if isinstance(reference, Moments) else self.gaussian(all_images(reference)).moments()
+    def __init__(
+        self,
+        name: str,
+        features: Features,
+        reference: Dataset | Moments,
+        facts: dict[str, str] | None = None,
+        image_shape: tuple[int, ...] | None = None,
+    ):
+        self.name, self.facts, self.features, self.image_shape = name, facts or {}, features, image_shape
+        if not isinstance(reference, Moments):
+            self.image_shape = tuple(reference.image_shape)
+            reference = self.gaussian(all_images(reference)).moments()
+        self.reference = reference
 
     def __call__(self, images: Iterable[np.ndarray]) -> float:
         return self.distance(self.gaussian(images))
 
     def gaussian(self, images: Iterable[np.ndarray]) -> Gaussian:
         """Of the features of two images or more."""
-        statistics = Statistics(self.name, self.features)
+        statistics = self.statistics()
         for part in images:
             statistics.add(part)
         return at_least_two(self.name, statistics.gaussian())
 
-    def distance(self, gaussian: Gaussian) -> float:
-        """From the reference."""
+    def statistics(self) -> "Statistics":
+        """Of no images yet."""
+        return Statistics(self.name, self.features, self.image_shape)
+
+    def distance(self, gaussian: Gaussian | Moments) -> float:
+        """From the reference. UserError for features of another number, and where it is not finite."""
         try:
             return frechet_distance(gaussian, self.reference)
         except ValueError as e:
-            raise UserError(f"{self.name}: {e}: the reference is of other features") from e
+            why = "" if gaussian.mean.shape == self.reference.mean.shape else ": the reference is of other features"
+            raise UserError(f"{self.name}: {e}{why}") from e
 
 
 class Statistics:
-    """The Gaussian of features of images that come in parts."""
+    """The Gaussian of features of images that come in parts; with `image_shape` (C, H, W) of such images alone."""
 
-    def __init__(self, name: str, features: Features):
-        self.name, self.features = name, features
+    def __init__(self, name: str, features: Features, image_shape: tuple[int, ...] | None = None):
+        self.name, self.features, self.image_shape = name, features, image_shape
         self._gaussian = Gaussian()
         self._waiting: list[np.ndarray] = []
 
     def add(self, images: np.ndarray) -> None:
-        """uint8 `[N, H, W, C]`. UserError for features that are none."""
+        """uint8 `[N, H, W, C]`. UserError for features that are none, and images of another shape."""
         if len(images):
+            height, width, channels = images.shape[1:]
+            check_shape(self.image_shape, (channels, height, width), "these images are")
             self._waiting.append(self._checked(images))
         if sum(map(len, self._waiting)) >= AT_ONCE:
             self._flush()
@@ -158,54 +174,24 @@ def _imported(name: str) -> tuple[Features, str]:
         return function, ""
 
 
-def open_metric(
-    name: str,
-    reference: Reference | None,
-    dataset: ImageDataset | None,
-    folder: Path,
-    device: torch.device | str,
-    networks: str | Path = CACHE,
-) -> FrechetDistance:
-    """Against a reference, or all images of a dataset; the classifier of `frechet-small` is then trained once and kept in `folder`."""
-    if reference is None and name == SMALL:
-        return frechet_small(dataset, folder, device)
-    check_metrics([name])
-    moments = None if reference is None else reference.of(name)
-    features, checksum = open_features(name, device, networks, reference and reference.classifier)
-    if moments is not None:
-        check_features(reference, name, checksum)
-        return FrechetDistance(name, features, moments, {"ref": reference.sha256[:16], "features": checksum})
-    check_pixels(dataset, dataset.path)
-    return FrechetDistance(name, features, dataset, {"data": fingerprint(dataset), "features": checksum})
-
-
 def check_features(reference: Reference, name: str, checksum: str) -> None:
     """UserError if the reference was made with other weights of this metric's network."""
-    known = reference.facts.get("features")
-    made = known.get(name) if isinstance(known, dict) else None
+    made = reference.checksum(name)
     if made and checksum and made != checksum and ":" not in name:
-        raise UserError(f"{reference.name} was made with other weights of {name} than those here: {str(made)[:16]!r} and {checksum!r}")
+        raise UserError(f"{reference.name} was made with other weights of {name} than those here: {made!r} and {checksum!r}")
+
+
+def check_shape(known: tuple[int, ...] | None, shape: tuple[int, ...], these: str) -> None:
+    """UserError if images (C, H, W) are of another shape than those of the reference: nothing is resized."""
+    if known is not None and tuple(known) != tuple(shape):
+        there, here = (told(*size, channels) for channels, *size in (known, shape))
+        raise UserError(f"{these} of {here}, and those of the reference of {there}: give a reference of such images")
 
 
 def check_pixels(dataset: Dataset, name: str | Path) -> None:
     """UserError for a dataset of latents."""
     if dataset.dtype != np.uint8:
         raise UserError(f"{name} holds latents, and metrics measure pixels: `dataset decode` makes those, or sample.py without --latents")
-
-
-def frechet_small(dataset: Dataset, folder: Path, device: torch.device | str) -> FrechetDistance:
-    """By features of a small classifier of this dataset, which is trained once and kept in `folder`. UserError where it cannot be:
-    see `check_measurable`."""
-    check_measurable(dataset, getattr(dataset, "path", "the dataset"))
-    if dataset.nbytes <= IN_MEMORY:
-        dataset.load()
-    data = fingerprint(dataset)
-    path = make_folder(folder) / f"features-{data[:8]}.safetensors"
-    net = load_classifier(path, dataset.image_shape, dataset.label_dim, {"data": data})
-    if net is None:
-        net = train_classifier(dataset)
-        save_classifier(path, net, {"data": data})
-    return FrechetDistance(SMALL, SmallFeatures(net, device), dataset, {"data": data, "features": sha256(path)[:16]})
 
 
 def open_labelled(path: str | Path) -> ImageDataset:
@@ -224,8 +210,13 @@ def fingerprint(dataset: Dataset) -> str:
 
 def all_images(dataset: Dataset) -> Iterator[np.ndarray]:
     """In parts of some MiB, uint8 `[N, H, W, C]`."""
+    return read_parts(dataset, parts_of(dataset), workers=0)
+
+
+def parts_of(dataset: Dataset) -> list[range]:
+    """Their indices."""
     most = PART // math.prod(dataset.image_shape)
-    return read_parts(dataset, _parts(len(dataset), max(1, min(AT_ONCE, most))), workers=0)
+    return list(_parts(len(dataset), max(1, min(AT_ONCE, most))))
 
 
 def _parts(n: int, most: int = AT_ONCE) -> Iterator[range]:

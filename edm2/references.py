@@ -49,6 +49,19 @@ class Reference:
             raise UserError(f"{self.name} has no statistics of {metric}, but of {', '.join(self.moments)}")
         return self.moments[metric]
 
+    def checksum(self, metric: str) -> str:
+        """Of what made its features: weights, or a file of the user's own; empty if it is not known."""
+        known = self.facts.get("features")
+        made = known.get(metric) if isinstance(known, dict) else None
+        return made[:16] if isinstance(made, str) else ""
+
+    @property
+    def image_shape(self) -> tuple[int, ...] | None:
+        """(C, H, W) of its images, if that is known."""
+        shape = self.facts.get("image_shape")
+        known = isinstance(shape, list) and len(shape) == 3 and all(type(n) is int for n in shape)
+        return tuple(shape) if known else None
+
 
 def write_reference(path: str | Path, reference: Reference) -> None:
     """Equal statistics give equal bytes. The file appears only when complete; UserError if it cannot be written."""

@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 from edm2.averages import RunAverages
+from edm2.distributed import Processes
 from edm2.errors import UserError
 from edm2.files import make_folder, sha256
 from edm2.folding import fold
 from edm2.generate import ImageGenerator
 from edm2.guidance import Unlabelled, check_fits
 from edm2.latents import Encoder
-from edm2.metrics import Metric
+from edm2.measuring import measure_network
+from edm2.metrics import FrechetDistance, Metric
 from edm2.network import Precond
 from edm2.networks import open_snapshot
 from edm2.reconstruction import check_widths
@@ -91,7 +93,8 @@ class Sweep:
 
     Results are kept in `folder`, which is made when there is the first. The size of a batch and the order of points change no
     value, but for rounding. `encoder` turns what the networks make into pixels (default: the snapshots' own). UserError if it does
-    not.
+    not. Several `procs` share the images of each point if the metric is a `FrechetDistance`, else UserError; each iterates over
+    `measure`, and the first has the results.
     """
 
     def __init__(
@@ -105,8 +108,12 @@ class Sweep:
         batch: int = 100,
         device: torch.device | str = "cpu",
         encoder: Encoder | None = None,
+        procs: Processes | None = None,
     ):
         check_pixels(run, encoder)
+        self.procs = procs or Processes(0, 1, torch.device(device))
+        if self.procs.world_size > 1 and not isinstance(metric, FrechetDistance):
+            raise UserError(f"{metric.name} is no FrechetDistance: several processes cannot share it")
         self.encoder = encoder
         self.run, self.metric, self.guide, self.device = run, metric, guide, torch.device(device)
         self.seeds, self.steps, self.batch = list(seeds), steps, batch
@@ -144,22 +151,31 @@ class Sweep:
         return self.known(dict.fromkeys(point for point in points if point is not None and (guided or point.guidance == 1)))
 
     def measure(self, points: Iterable[Point], progress: Callable[[int], Any] = lambda images: None) -> Iterator[Result]:
-        """Measure those that have not been, each recorded before the next is begun. `progress` is told of images made.
+        """Measure those that have not been, each recorded before the next is begun. `progress` is told of images that this
+        process made.
 
         The network of each σ_rel is made once. UserError where the snapshots do not fit together, or results cannot be written.
         """
         points = list(points)
-        known = {result.point for result in self.known(points)}
+        known = self.procs.share({result.point for result in self.known(points)})  # the first's: it writes while others read
         for std in dict.fromkeys(point.std for point in points):
             todo = [point for point in points if point.std == std and point not in known]
             if todo:
                 generate = self._generator(std, any(point.guidance != 1 for point in todo))
             for point in todo:
-                value = self.metric(self._images(generate, point, progress))
-                if not math.isfinite(value):
-                    raise UserError(f"{self.metric.name} is {value} at {point}")
-                self.results.add(self.settings(point), value)
-                yield Result(point, value)
+                yield from self._measured(generate, point, progress)
+
+    def _measured(self, generate: ImageGenerator, point: Point, progress: Callable[[int], Any]) -> list[Result]:
+        """Recorded by the first process; nothing in the others."""
+        shared = self.procs.world_size > 1
+        value = self._shared_value(generate, point, progress) if shared else self.metric(self._images(generate, point, progress))
+        self.procs.first(lambda: self._record(point, value))
+        return [] if value is None else [Result(point, value)]
+
+    def _record(self, point: Point, value: float) -> None:
+        if not math.isfinite(value):
+            raise UserError(f"{self.metric.name} is {value} at {point}")
+        self.results.add(self.settings(point), value)
 
     def _generator(self, std: float, guided: bool) -> ImageGenerator:
         snapshot = self.run.average(std, self.device)
@@ -167,11 +183,23 @@ class Sweep:
 
     def _images(self, generate: ImageGenerator, point: Point, progress: Callable[[int], Any]) -> Iterator[np.ndarray]:
         """uint8 `[N, H, W, C]`."""
-        classes = range(generate.net.label_dim) if generate.net.label_dim else None
-        options = {"num_steps": self.steps, "guidance": point.guidance, "guidance_interval": point.interval}
-        for batch in generate(self.seeds, classes, self.batch, **options):
+        for batch in generate(self.seeds, _classes(generate), self.batch, **self._heun(point)):
             progress(len(batch.seeds))
             yield batch.images
+
+    def _shared_value(self, generate: ImageGenerator, point: Point, progress: Callable[[int], Any]) -> float | None:
+        """None but in the first process."""
+        classes, heun = _classes(generate), self._heun(point)
+        values = measure_network(generate, [self.metric], self.procs, self.seeds, self.batch, classes, progress, **heun)
+        return values and values[self.metric.name]
+
+    def _heun(self, point: Point) -> dict[str, Any]:
+        return {"num_steps": self.steps, "guidance": point.guidance, "guidance_interval": point.interval}
+
+
+def _classes(generate: ImageGenerator) -> range | None:
+    """All, to be taken in turn."""
+    return range(generate.net.label_dim) if generate.net.label_dim else None
 
 
 def check_pixels(run: RunAverages, encoder: Encoder | None = None) -> None:

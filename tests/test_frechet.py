@@ -102,3 +102,34 @@ def test_what_does_not_fit():
         frechet_distance(gaussian, Gaussian.of(features(10, 4)))
     with pytest.raises(ValueError, match="at least two"):
         Gaussian.of(features(1, 3)).covariance  # noqa: B018
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_moments_that_are_not_finite(number):
+    """Are no distance of zero."""
+    good = Gaussian.of(features(50, 3)).moments()
+    covariance = good.covariance.copy()
+    covariance[1, 1] = number
+    for bad in (good._replace(mean=np.array([0, number, 0])), good._replace(covariance=covariance)):
+        for pair in ((good, bad), (bad, good)):
+            with pytest.raises(ValueError, match="not finite"):
+                frechet_distance(*pair)
+    far = good._replace(mean=np.array([1e200, 0, 0]))
+    with pytest.raises(ValueError, match="the distance is not finite"):
+        frechet_distance(good, far)
+
+
+def test_features_that_are_too_large():
+    """Added, merged, or far from each other; what was there stays."""
+    gaussian, x = Gaussian.of(features(50, 3)), features(50, 3)
+    before = gaussian.moments()
+    with pytest.raises(ValueError, match="too large"):
+        gaussian.add(x * 1e200)
+    with pytest.raises(ValueError, match="too large"):
+        gaussian.merge(Gaussian.of(np.full((2, 3), 1e200)))
+    with pytest.raises(ValueError, match="too large"):
+        Gaussian.of(np.array([[1.7e308], [1.7e308]]))
+    after = gaussian.moments()
+    np.testing.assert_array_equal(after.mean, before.mean)
+    np.testing.assert_array_equal(after.covariance, before.covariance)
+    assert after.count == before.count

@@ -15,7 +15,7 @@ EDM2 = """version errors files arguments names download pickled pickled_arrays a
 dataset_writer conversion latent_statistics latents data inspection vae layers network weights folding guidance graphs denoisers
 loss presets phema frechet distributed encoding sharding optimizer sampler summary config diagnostics step prefetch generate
 held_out interruption stats calibration snapshot piecewise official published networks reconstruction model_folder checkpoint
-inputs averages features references inception dinov2 metrics sweep info preview tensorboard trainer training samples measuring
+inputs averages features references inception dinov2 metrics samples measuring sweep info preview tensorboard trainer training
 pipeline""".split()
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import edm2
 import sample
@@ -28,12 +27,11 @@ from edm2.vae import load_vae
 from tests import user_features
 from tests.command_lines import ROOT, call, small_net
 from tests.conftest import tiny_net
-from tests.metrics_files import BOTH, MINE, noise, reference, runs, told
+from tests.metrics_files import BOTH, CPU, MINE, noise, reference, runs, simulated, told
 from tests.test_download import Server
 from tests.test_sweep import average, make_run
 from tests.test_vae import save_tiny
 
-CPU = torch.device("cpu")
 FEW = "--num=10", "--steps=2"
 
 
@@ -191,27 +189,6 @@ class TestCalc:
     def test_workers(self, data, ref, tmp_path):
         values = [runs(tmp_path, "calc", f"--images={data}", f"--ref={ref}", "--num=20", f"--workers={n}")[0]["metrics"] for n in (0, 1)]
         assert values[0] == values[1]
-
-
-class Simulated(Processes):
-    """One of several processes, of which the first is run last and hears what the others said."""
-
-    said: list = []
-
-    def gather(self, x):
-        self.said.append(x)
-        return [x, *self.said[:-1]] if self.rank == 0 else None
-
-    def share(self, x):
-        return self.kept.setdefault("x", x)
-
-    kept: dict = {}
-
-
-def simulated(function, count: int):
-    """What the first of `count` processes gets."""
-    Simulated.said, Simulated.kept = [], {}
-    return [function(Simulated(rank, count, CPU)) for rank in (*range(1, count), 0)][-1]
 
 
 class TestProcesses:

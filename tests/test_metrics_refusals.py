@@ -1,5 +1,7 @@
 """What `edm2 metrics` refuses, in one line."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,8 @@ from tests.conftest import tiny_net
 from tests.dataset_files import encode, make, pixels
 from tests.metrics_files import MINE, noise, reference
 from tests.test_sweep import make_run
+
+OTHERS = "those of the reference of 8x8 with 3 channels: give a reference of such images"
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +36,9 @@ def ref(tmp_path, data):
 
 
 def make_files(tmp_path):
+    noise(tmp_path / "large.zip", size=16)
+    plain = {"mu": np.zeros(27), "sigma": np.eye(27)}
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({MINE: plain}))  # which tells no size
     random = np.random.default_rng(0)
     edm2.save_snapshot(tmp_path / "grey", tiny_net(0, img_channels=1), encoder=RGBEncoder())
     edm2.save_snapshot(tmp_path / "latents.net", tiny_net(img_channels=4), encoder=LatentEncoder(vae="other/vae"))
@@ -61,6 +68,7 @@ def make_files(tmp_path):
         (["--metrics=tests.user_features:none"], "tests.user_features has no function 'none'"),
         (["--metrics=tests.user_features:NUMBER"], "tests.user_features has no function 'NUMBER'"),
         (["--metrics=tests.user_features:nothing"], "tests.user_features:nothing: features are not all finite"),
+        (["--metrics=tests.user_features:huge"], "tests.user_features:huge: features are too large: their covariance is not finite"),
         (["--metrics=tests.user_features:fails"], "fails failed for uint8 images [32, 8, 8, 3]: KeyError: 'of mine'"),
         (["--metrics=builtins:len"], "builtins:len: features: expected [N, d], got []"),
         (["--dest=TMP/ref.npy"], "the name of a reference ends with .npz"),
@@ -82,8 +90,9 @@ def test_ref(tmp_path, data, args, words):
         (["--num=1"], "--num: metrics need two images at least"),
         (["--num=50Kb"], "no count of images"),
         (["--images=TMP/latents", "--num=2"], "TMP/latents holds latents"),
-        (["--images=TMP/grey.zip", "--num=5"], "its classifier is for images of 8x8 with 3 channels, not 8x8 with 1 channel"),
-        (["--images=TMP/grey.zip", "--num=5", f"--metrics={MINE}"], "features of 9 and 27 numbers cannot be compared"),
+        (["--images=TMP/grey.zip", "--num=5"], f"the images of TMP/grey.zip are of 8x8 with 1 channel, and {OTHERS}"),
+        (["--images=TMP/large.zip", f"--metrics={MINE}"], f"the images of TMP/large.zip are of 16x16 with 3 channels, and {OTHERS}"),
+        (["--images=TMP/grey.zip", "--num=5", "--ref=TMP/plain.pkl", f"--metrics={MINE}"], "features of 9 and 27 numbers cannot be"),
         (["--images=TMP/mixed.zip", "--num=2"], "mixed.zip/1.png is 8x9"),
         (["--metrics=fid"], "ref.npz has no statistics of fid, but of frechet-small, tests.user_features:pixels"),
         (["--metrics=fad"], "unknown metric 'fad'"),
@@ -117,7 +126,9 @@ def test_calc(tmp_path, data, ref, args, words):
         (["--net=NET", "--guidance=2", "--gnet=TMP/grey"], "TMP/grey makes images of another size"),
         (["--net=NET", "--class=5"], "class 5 is out of range"),
         (["--net=NET", "--num=1"], "--num: metrics need two images at least"),
-        (["--net=TMP/grey"], "its classifier is for images of 8x8 with 3 channels, not 8x8 with 1 channel"),
+        (["--net=TMP/grey"], f"these images are of 8x8 with 1 channel, and {OTHERS}"),
+        (["--net=RUN", "--std=0.05", "--gnet=NET", "--gnet-kimg=1"], "--gnet-kimg is for a --gnet that is a run's folder"),
+        (["--net=RUN", "--std=0.05", "--guidance=2", "--gnet-kimg=1"], "--gnet-kimg is for a --gnet that is a run's folder"),
         (["--net=TMP/latents.net"], "its latents are those of the VAE 'other/vae'"),
         (["--net=NET", "--vae=TMP/empty"], "makes pixels"),
         (["--net=NET", "--preset=edm2-img64-s-fit"], "unknown preset"),

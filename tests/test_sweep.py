@@ -188,7 +188,7 @@ class TestResuming:
     def test_what_is_there_is_not_made_again(self, run, made, monkeypatch):
         first = swept(run, *self.ARGS)
         made.clear()
-        monkeypatch.setattr("edm2.metrics.train_classifier", None)
+        monkeypatch.setattr("edm2.measuring.train_classifier", None)
         result = call(main, "sweep", run, *QUICK, *self.ARGS, "--batch=3")
         assert f"4 of 4 are in {run}/sweep/sweep.jsonl already" in result.output and "lowest:" in result.output
         assert lines(run) == first and not made
@@ -280,6 +280,7 @@ class TestRefusals:
             (["--std="], "'' is no list of numbers"),
             (["--guidance=1;2"], "'1;2' is no list of numbers"),
             (["--guidance=2", "--gnet=RUN"], "is the run itself"),
+            (["--gnet-kimg=1"], "--gnet-kimg is for a --gnet that is a run's folder"),
             (["--guidance=2", "--gnet=/no/such/file"], "/no/such/file does not exist"),
             (["--guidance=2", "--gnet=TMP"], "TMP holds no network snapshots"),
             (["--guidance=2", "--gnet=TMP/data.zip", "--gnet-kimg=1"], "--gnet-kimg is for a --gnet that is a run's folder"),

@@ -17,3 +17,8 @@ def nothing(images: np.ndarray) -> np.ndarray:
 
 def fails(images: np.ndarray) -> np.ndarray:
     raise KeyError("of mine")
+
+
+def huge(images: np.ndarray) -> np.ndarray:
+    """Finite, and their squares are not."""
+    return pixels(images) * 1e200

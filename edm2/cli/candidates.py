@@ -1,6 +1,5 @@
 """What `metrics gen` measures: networks by file, address or preset, and averages of a run's folder, each with its guide."""
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,13 +9,11 @@ import torch
 
 from edm2.averages import RunAverages
 from edm2.cli.chosen import choose_encoder, choose_files, load_networks
-from edm2.cli.sweep import note_errors
+from edm2.cli.sweep import check_guide_time, choose_guide, note_errors
 from edm2.errors import UserError
 from edm2.files import sha256, user_path
 from edm2.generate import ImageGenerator
-from edm2.networks import network_file
 from edm2.reconstruction import check_widths
-from edm2.sweep import Guide, file_guide, run_guide, self_guide
 
 ITSELF = "itself without labels"
 
@@ -53,6 +50,7 @@ def check_choice(choice: Choice) -> list[str]:
         raise UserError("--std, --kimg and --gnet-kimg are for a --net that is the folder of a training run")
     if folders and choice.preset is not None:
         raise UserError("--preset names networks of its own: give it, or the folder of a training run")
+    check_guide_time(choice.gnet, choice.gnet_kimg)
     if len(set(choice.nets)) < len(choice.nets):
         raise UserError("--net: one of them is given twice")
     return folders
@@ -82,9 +80,8 @@ def _of_file(net: str | None, choice: Choice, device: torch.device) -> Candidate
 def _of_run(folder: str, choice: Choice, device: torch.device) -> list[Candidate]:
     run, guidance = RunAverages(folder, choice.kimg), 1.0 if choice.guidance is None else choice.guidance
     check_widths(choice.stds)
-    if os.environ.get("RANK", "0") == "0":
-        note_errors(run, list(choice.stds))
-    guide = _guide(run, choice, device) if guidance != 1 else None
+    note_errors(run, list(choice.stds))
+    guide = choose_guide(run, choice.gnet, choice.gnet_kimg, choice.networks, device) if guidance != 1 else None
     facts = {"net": folder, "nimg": run.nimg, "snapshots_sha256": run.identity, "guidance": guidance}
     facts |= {"gnet": choice.gnet or ITSELF, "gnet_sha256": None if choice.gnet is None else guide.identity} if guide else {}
 
@@ -95,11 +92,3 @@ def _of_run(folder: str, choice: Choice, device: torch.device) -> list[Candidate
 
     stds = dict.fromkeys(choice.stds)
     return [Candidate(f"{folder} sigma_rel {std:.3f}", {**facts, "std": std}, partial(load, std)) for std in stds]
-
-
-def _guide(run: RunAverages, choice: Choice, device: torch.device) -> Guide:
-    if choice.gnet is None:
-        return self_guide(run)
-    if Path(choice.gnet).is_dir():
-        return run_guide(run, RunAverages(choice.gnet, choice.gnet_kimg), device)
-    return file_guide(run, network_file(choice.gnet, choice.networks), device)

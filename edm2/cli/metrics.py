@@ -1,5 +1,6 @@
 """`python -m edm2 metrics`: how good samples are."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import torch
 
 from edm2.backends import full_precision
 from edm2.cli.common import ImageCount, IntList, Names
+from edm2.cli.dataset import refuse_existing
 from edm2.cli.metrics_gen import gen
-from edm2.cli.results import Results
+from edm2.cli.results import Results, note_programs
 from edm2.data import ImageDataset
-from edm2.distributed import processes
+from edm2.distributed import is_first, processes
 from edm2.errors import UserError
+from edm2.files import check_writable
 from edm2.generate import generate_images
+from edm2.image_files import ImageFiles
 from edm2.measuring import make_reference, measure_images, metrics_of, open_measures
 from edm2.metrics import check_metrics, open_labelled
 from edm2.networks import CACHE, network_file, open_snapshot
@@ -26,7 +30,7 @@ BATCH, WORKERS = "Images at a time.", "Processes that read ahead.  [2 for a data
 
 @click.group()
 def metrics() -> None:
-    """Measure samples. On several GPUs: `torchrun --standalone --nproc_per_node=8 -m edm2 metrics …`."""
+    """Measure samples. On several GPUs: `torchrun --standalone --nproc_per_node=8 -m -- edm2 metrics …`."""
 
 
 metrics.add_command(gen)
@@ -40,17 +44,21 @@ metrics.add_command(gen)
 @click.option("--networks", metavar="DIR", default=CACHE, show_default=True, help=WEIGHTS)
 @click.option("--batch", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help=BATCH)
 @click.option("--workers", metavar="INT", type=click.IntRange(min=0), help=WORKERS)
-def ref(data: Path, dest: Path, names: list[str], networks: str, batch: int, workers: int | None) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+def ref(data: Path, dest: Path, names: list[str], networks: str, batch: int, workers: int | None, overwrite: bool) -> None:
     """Statistics of all images of a dataset, for `calc` and `gen`."""
     full_precision()
     check_metrics(names)
     if dest.suffix != ".npz":
         raise UserError(f"--dest {dest}: the name of a reference ends with .npz")
+    refuse_existing(dest, overwrite)
     dataset = open_labelled(data)
+    if is_first():
+        check_writable(dest)
     with processes() as procs:
         reference = make_reference(dataset, names, procs, networks, batch, workers)
+        procs.first(lambda: write_reference(dest, reference))
         if reference is not None:
-            write_reference(dest, reference)
             click.echo(f"wrote {dest}: {', '.join(reference.moments)} of {len(dataset)} images")
 
 
@@ -64,7 +72,8 @@ def ref(data: Path, dest: Path, names: list[str], networks: str, batch: int, wor
 @click.option("--networks", metavar="DIR", default=CACHE, show_default=True, help=WEIGHTS)
 @click.option("--batch", metavar="INT", type=click.IntRange(min=1), default=32, show_default=True, help=BATCH)
 @click.option("--workers", metavar="INT", type=click.IntRange(min=0), help=WORKERS)
-@click.option("--json", "out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Also write all results there.")
+@click.option("--json", "out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+              help="Also keep all results there; what it holds already is not measured again.")  # fmt: skip
 def calc(
     images: Path, ref: str, names: list[str] | None, num: int, seeds: list[int], networks: str, out: Path | None, **reading: Any
 ) -> None:  # fmt: skip
@@ -76,12 +85,23 @@ def calc(
     reference = read_reference(network_file(ref, networks))
     with processes() as procs:
         measures = open_measures(reference, names or metrics_of(reference), procs, networks)
-        results = Results(out, reference, procs)
-        for seed in seeds:
-            values = measure_images(dataset, measures, procs, num, seed, **reading)
-            facts = {"images": str(images), "num": num, "seed": seed if num < len(dataset) else None}
-            results.add(str(images), facts, f"{num} images" + (f", seed {seed}" if num < len(dataset) else ""), values)
+        note_programs(reference, measures)
+        results = Results(out, reference, measures, procs)
+        facts = {"images": str(images), "images_identity": ImageFiles(images).identity()[:16], "num": num}
+        for seed in subsets(seeds, num, len(dataset)):
+            told = f"{num} images" if seed is None else f"{num} images, seed {seed}"
+            measure = partial(measure_images, dataset, procs=procs, num=num, seed=seed or 0, **reading)
+            results.measure(str(images), facts | {"seed": seed}, told, measure)
         results.summarise(str(images))
+
+
+def subsets(seeds: list[int], num: int, there: int) -> list[int | None]:
+    """The seeds, each once, that draw `num` images; None, which draws nothing, where there are no more than that."""
+    if num != there:
+        return list(dict.fromkeys(seeds))
+    if len(seeds) > 1 and is_first():
+        click.echo(f"Note: --num={num} is all images there are, and --seed draws none of them: they are measured once.")
+    return [None]
 
 
 @metrics.command()

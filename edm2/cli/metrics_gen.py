@@ -1,6 +1,7 @@
 """`python -m edm2 metrics gen`: metrics of what networks make, without images on disk."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from edm2.cli.candidates import Candidate, Choice, candidates
 from edm2.cli.common import Float, FloatList, ImageCount, Interval, IntList, Names
 from edm2.cli.metrics_plan import plan
 from edm2.cli.planned import tell
-from edm2.cli.results import Results
+from edm2.cli.results import Results, note_programs
 from edm2.distributed import is_first, processes
 from edm2.errors import UserError
 from edm2.measuring import measure_network, metrics_of, open_measures
@@ -47,7 +48,8 @@ from edm2.sweep import EVERYWHERE
 @click.option("--class", "class_idx", type=IntList(), help="Class, or classes to take in turn.  [default: random]")
 @click.option("--vae", metavar="DIR|NAME", help="VAE that decodes latents: a folder, or a name on the hub.  [default: the snapshot's]")
 @click.option("--fast", is_flag=True, help="Let an image's last bits depend on the batch it is in, where that is quicker.")
-@click.option("--json", "out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Also write all results there.")
+@click.option("--json", "out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+              help="Also keep all results there; what it holds already is not measured again.")  # fmt: skip
 @click.option("-n", "--dry-run", is_flag=True, help="Tell what would be measured, with which networks and at what cost, then exit.")
 def gen(
     guidance_interval: tuple[float, float], ref: str, names: list[str] | None, num: int, seed: int, runs: int, steps: int, batch: int,
@@ -56,6 +58,8 @@ def gen(
     """Generate images and measure them; none is saved.
 
     Run r takes the seeds from SEED + r x NUM on, and each seed draws its own class: the images are those of `sample.py`.
+    A command that was interrupted goes on, with --json, where it was. On several GPUs:
+    torchrun --standalone --nproc_per_node=8 -m -- edm2 metrics gen ...
     """
     full_precision()
     chosen = Choice(**choice)
@@ -69,16 +73,17 @@ def gen(
     with processes() as procs:
         found = candidates(chosen, procs.device)
         measures = open_measures(reference, names or metrics_of(reference), procs, chosen.networks)
-        results = Results(out, reference, procs)
+        note_programs(reference, measures)
+        results = Results(out, reference, measures, procs)
         for candidate in found:
             generate = candidate.open()
+            facts = describe(candidate, guidance_interval, chosen, generate) | {"class": class_idx, "steps": steps, "num": num}
             heun = {"num_steps": steps, "guidance": candidate.facts["guidance"], "guidance_interval": guidance_interval}
             for run in range(runs):
                 seeds = range(seed + run * num, seed + (run + 1) * num)
-                values = measure_network(generate, measures, procs, seeds, batch, class_idx, **heun)
-                facts = describe(candidate, guidance_interval, chosen, generate) | {"class": class_idx, "steps": steps}
-                told = f"seeds {seeds[0]}-{seeds[-1]}"
-                results.add(candidate.name, facts | {"num": num, "seeds": told.split()[1]}, told, values)
+                told = f"{seeds[0]}-{seeds[-1]}"
+                measure = partial(measure_network, generate, procs=procs, seeds=seeds, batch=batch, class_idx=class_idx, **heun)
+                results.measure(candidate.name, facts | {"seeds": told}, f"seeds {told}", measure)
             results.summarise(candidate.name)
 
 

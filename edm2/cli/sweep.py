@@ -12,11 +12,14 @@ from edm2.averages import RunAverages
 from edm2.backends import full_precision
 from edm2.checkpoint import OPTIONS
 from edm2.cli.common import Float, FloatList, Interval, IntList, figure_class, save_figure
+from edm2.cli.results import note_programs
 from edm2.data import ImageDataset
+from edm2.distributed import is_first, processes
 from edm2.errors import UserError
 from edm2.features import check_measurable
 from edm2.latents import LatentEncoder
-from edm2.metrics import SMALL, check_metrics, open_labelled, open_metric
+from edm2.measuring import open_metric, share_of
+from edm2.metrics import SMALL, check_metrics, open_labelled
 from edm2.networks import CACHE, network_file
 from edm2.references import read_reference
 from edm2.sweep import EVERYWHERE, Guide, Point, Result, Sweep, check_pixels, file_guide, grid, run_guide, self_guide
@@ -58,31 +61,40 @@ def sweep(
     """Measure the training run in the folder RUN for all combinations of --std, --guidance and --guidance-interval.
 
     Each result is a line of OUT/sweep.jsonl, and what is there is not made again; OUT/sweep.png shows those
-    of the same seeds, steps, metric and guide.
+    of the same seeds, steps, metric and guide. On several GPUs: torchrun --standalone --nproc_per_node=8 -m -- edm2 sweep ...
     """
     full_precision()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     points = grid(stds, guidances, intervals)
     if len(seeds) < 2 or len(set(seeds)) < len(seeds):
         raise UserError("--seeds: a metric needs two images at least, and no seed twice")
     check_metrics([metric])
-    averages = RunAverages(run, kimg)
-    encoder = decoder(averages, metric, vae, device)
-    note_errors(averages, stds)
+    check_guide_time(gnet, gnet_kimg)
     if ref is not None and data is not None:
         raise UserError("--ref stands in a dataset's place: give it or --data")
-    reference = None if ref is None else read_reference(network_file(ref, networks))
-    dataset = open_data(averages, data, metric) if reference is None else None
-    guide = choose_guide(averages, gnet, gnet_kimg, networks, device) if any(point.guidance != 1 for point in points) else None
-    out = out or run / "sweep"
-    distance = open_metric(metric, reference, dataset, out, device, networks)
-    measured = Sweep(averages, distance, out, guide, seeds, steps, batch, device, encoder)
-    measure(measured, points)
+    averages, out = RunAverages(run, kimg), out or run / "sweep"
+    with processes() as procs:
+        encoder = decoder(averages, metric, vae, procs.device)
+        note_errors(averages, stds)
+        reference = None if ref is None else read_reference(network_file(ref, networks))
+        dataset = open_data(averages, data, metric) if reference is None else None
+        guided = any(point.guidance != 1 for point in points)
+        guide = choose_guide(averages, gnet, gnet_kimg, networks, procs.device) if guided else None
+        distance = open_metric(metric, reference, dataset, out, procs, networks)
+        note_programs(reference, [distance])
+        measured = Sweep(averages, distance, out, guide, seeds, steps, batch, procs.device, encoder, procs)
+        measure(measured, points)
+        if procs.rank == 0:
+            conclude(measured, points)
+
+
+def conclude(measured: Sweep, points: list[Point]) -> None:
+    """The best of these points, and a picture of all."""
+    metric, out = measured.metric.name, measured.results.path.with_name("sweep.png")
     best = min(measured.known(points), key=lambda result: result.value)
     click.echo(f"lowest: {tell(best, metric)}")
     try:
-        draw(measured.all_known(), metric, out / "sweep.png")
-        click.echo(f"wrote {out / 'sweep.png'}")
+        draw(measured.all_known(), metric, out)
+        click.echo(f"wrote {out}")
     except UserError as e:
         click.echo(f"no picture: {e}; then give the command again", err=True)
 
@@ -99,9 +111,9 @@ def decoder(run: RunAverages, metric: str, vae: str | None, device: torch.device
 
 
 def note_errors(run: RunAverages, stds: list[float]) -> None:
-    """Of widths for which the run saved too seldom."""
+    """Of widths for which the run saved too seldom; the first process tells."""
     poor = [f"{std:g} ({error:.0%})" for std, error in zip(stds, run.errors(stds)) if error > POOR]
-    if poor:
+    if poor and is_first():
         click.echo(f"Note: the profiles of these averages are far from the wanted ones: {', '.join(poor)}; see `edm2 phema plan`.")
 
 
@@ -129,23 +141,29 @@ def recorded_data(folder: Path) -> Path:
     return data
 
 
+def check_guide_time(gnet: str | None, kimg: float | None) -> None:
+    """UserError for a time of what has none."""
+    if kimg is not None and (gnet is None or not Path(gnet).is_dir()):
+        raise UserError("--gnet-kimg is for a --gnet that is a run's folder")
+
+
 def choose_guide(run: RunAverages, gnet: str | None, kimg: float | None, networks: str, device: torch.device) -> Guide:
     """UserError for one that is none, or does not fit."""
+    check_guide_time(gnet, kimg)
     if gnet is None:
         return self_guide(run)
     if Path(gnet).is_dir():
         return run_guide(run, RunAverages(gnet, kimg), device)
-    if kimg is not None:
-        raise UserError("--gnet-kimg is for a --gnet that is a run's folder")
     return file_guide(run, network_file(gnet, networks), device)
 
 
 def measure(sweep: Sweep, points: list[Point]) -> None:
-    """What is missing, with a line for each."""
-    there = len(sweep.known(points))
-    if there:
+    """What is missing, with a line for each; the bar is of the first process's images."""
+    there, rank = len(sweep.known(points)), sweep.procs.rank
+    if there and rank == 0:
         click.echo(f"{there} of {len(points)} are in {sweep.results.path} already")
-    with tqdm(total=(len(points) - there) * len(sweep.seeds), unit="img", disable=None) as bar:
+    own = sum(map(len, share_of(len(sweep.seeds), sweep.batch, sweep.procs)))
+    with tqdm(total=(len(points) - there) * own, unit="img", disable=True if rank else None) as bar:
         for result in sweep.measure(points, bar.update):
             tqdm.write(tell(result, sweep.metric.name))
 
