@@ -52,10 +52,6 @@ def start_from(net: Precond, path: str, encoder: Encoder) -> str | None:
     Returns the licence that the snapshot tells of. UserError if the networks differ otherwise, or what they are fed with.
     """
     snapshot = open_snapshot(path)
-    others = {} if snapshot.encoder is None else differences(snapshot.encoder, encoder)
-    if others:
-        remedy = f"; give --latent-stats={path}" if others.keys() <= {"raw_mean", "raw_std"} else ""
-        raise UserError(f"--init {path} was trained on other data than these ({'; '.join(others.values())}){remedy}")
     source = snapshot.net.state_dict()
     target = net.state_dict()
     if net.label_dim != source.get("unet.emb_label.weight", torch.empty(0, 0)).shape[1]:
@@ -65,6 +61,10 @@ def start_from(net: Precond, path: str, encoder: Encoder) -> str | None:
     unlike = [k for k in sorted(source.keys() | target.keys()) if _shape(source, k) != _shape(target, k)]
     if unlike:
         raise UserError(f"--init {path} is another network: {unlike[0]} differs, and {len(unlike) - 1} more")
+    others = {} if snapshot.encoder is None else differences(snapshot.encoder, encoder)
+    if others:
+        remedy = f"; give --latent-stats={path}" if others.keys() <= {"raw_mean", "raw_std"} else ""
+        raise UserError(f"--init {path} was trained on other data than these ({'; '.join(others.values())}){remedy}")
     net.load_state_dict(source)
     return snapshot.meta.get("licence")
 

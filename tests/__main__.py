@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 INTERPRETED = """adam attention bad_input bench_convs bench_tune conv conv_epilogues conv_library conv_parts conv_up interpreter linear ops
 prepared registration step triton_network""".split()
-MOVED = "bench", "interruption"
+MOVED = "bench", "interruption", "docs"
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
 
 
@@ -36,7 +36,7 @@ def main() -> int:
             others[-1].cancel()
             raise
         output.seek(0)
-        print(f"\nIn Triton's interpreter, and {' and '.join(moved)}:\n{output.read().decode(errors='replace')}", flush=True)
+        print(f"\nIn Triton's interpreter, and {', '.join(moved)}:\n{output.read().decode(errors='replace')}", flush=True)
     return failed
 
 
