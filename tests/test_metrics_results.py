@@ -1,7 +1,6 @@
-"""What `edm2 metrics` keeps and makes again, and what it refuses before it begins; errors among several processes."""
+"""What `edm2 metrics` keeps and makes again, what it notes, and what it refuses before it begins."""
 
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -9,18 +8,16 @@ import pytest
 
 import edm2
 from edm2 import features
-from edm2.averages import RunAverages
-from edm2.cli import common, metrics, metrics_gen
+from edm2.cli import metrics, metrics_gen
 from edm2.cli.main import main
 from edm2.data import ImageDataset
 from edm2.image_files import write_zip
-from edm2.measuring import HEARD, measure_images, open_measures, open_metric
-from edm2.metrics import FrechetDistance, open_labelled
+from edm2.measuring import open_measures
+from edm2.metrics import FrechetDistance
 from edm2.references import Reference, read_reference, write_reference
-from edm2.sweep import Sweep, grid, self_guide
-from tests.command_lines import ROOT, call, refused
-from tests.dataset_files import encode, fails, make, pixels
-from tests.metrics_files import BOTH, CPU, MINE, noise, reference, simulated, told
+from tests.command_lines import call, refused
+from tests.dataset_files import fails
+from tests.metrics_files import BOTH, MINE, noise, reference, simulated, told
 from tests.test_sweep import make_run
 
 
@@ -224,114 +221,6 @@ class TestSizes:
         run, other = make_run(tmp_path / "run", data), reference(tmp_path / "other.npz", tmp_path / "large.zip", f"--metrics={MINE}")
         options = f"--metric={MINE}", f"--ref={other}", "--std=0.08", "--seeds=0-3", "--steps=1"
         assert "these images are of 8x8 with 3 channels" in refused(main, "sweep", run, *options)
-
-
-class TestErrors:
-    @pytest.fixture()
-    def damaged(self, tmp_path):
-        """One of 100 images, in the second process's share of 2 in batches of 4."""
-        files = {f"{i:03}.png": encode(pixels(i, 8, 8, 3)) for i in range(100)}
-        return make(tmp_path / "damaged.zip", files | {"005.png": b"none"})
-
-    def test_of_one_process_are_told_by_all(self, damaged, ref):
-        """Soon: the others have not made all of theirs."""
-        seen = []
-
-        def features(images):
-            seen.append(len(images))
-            return images.reshape(len(images), -1)
-
-        dataset, distance = open_labelled(damaged), FrechetDistance("mine", features, read_reference(ref).of(MINE))
-        with fails("cannot read .*damaged.zip/005.png"):
-            simulated(lambda procs: measure_images(dataset, [distance], procs, 100, batch=4), 2)
-        assert sum(seen) <= 4 * (HEARD + 1) < 48
-
-    def test_of_features_and_of_the_first(self, data, ref):
-        """Features of other widths are found when they are merged; one that fails ends all."""
-        dataset, moments = open_labelled(data), read_reference(ref).of(MINE)
-
-        def of_some(images):
-            return np.zeros((len(images), 2 + (images[0, 0, 0, 0] == first)))
-
-        first = dataset.images([0])[0, 0, 0, 0]
-        distance = FrechetDistance("mine", of_some, moments)
-        with fails("mine: features of [23] and [23] numbers cannot be merged"):
-            simulated(lambda procs: measure_images(dataset, [distance], procs, 60, batch=30), 2)
-
-    def test_torchrun(self, damaged, ref, tmp_path, one_thread_env):
-        """One line for one process's image."""
-        command = ["metrics", "calc", f"--images={damaged}", f"--ref={ref}", f"--metrics={MINE}", "--num=100", "--batch=4"]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "--", "edm2"]
-        result = subprocess.run([*launcher, *command], cwd=ROOT, env=one_thread_env, capture_output=True, text=True)
-        own = result.stderr.split("ChildFailedError")[0]
-        told = [line for line in own.splitlines() if line.startswith("Error: ")]
-        assert result.returncode and len(told) == 1 and "cannot read" in told[0] and "005.png" in told[0], result.stderr
-        assert "UserError" not in own and "DistBackendError" not in own and "Connection" not in own
-
-    @pytest.mark.parametrize("args", [["metrics", "calc", "--ref=none.npz", "--images=none"], ["metrics", "calc"]])
-    def test_of_all_the_first_tells_at_once(self, monkeypatch, args):
-        """The others wait to be ended, and tell it if they are not."""
-        waited = []
-        monkeypatch.setattr(common.time, "sleep", waited.append)
-        lines = []
-        for rank in "01":
-            monkeypatch.setenv("RANK", rank)
-            lines.append(refused(main, *args))
-        assert lines[0] == lines[1] and waited == [common.LATER]
-
-
-class TestSweep:
-    @pytest.fixture()
-    def run(self, tmp_path, data):
-        return make_run(tmp_path / "run", data)
-
-    @pytest.mark.parametrize("count", [2, 5])
-    def test_several_processes_equal_one(self, run, data, tmp_path, count):
-        """The first writes; a classifier is trained once; what is there none makes again."""
-
-        def results(folder, points):
-            def of(procs):
-                averages = RunAverages(run)
-                metric = open_metric("frechet-small", None, open_labelled(data), tmp_path / folder, procs)
-                sweep = Sweep(averages, metric, tmp_path / folder, self_guide(averages), range(11), 2, 3, CPU, None, procs)
-                return list(sweep.measure(points))
-
-            return of
-
-        points = grid([0.05, 0.08], [1, 2])
-        one = simulated(results("one", points), 1)
-        several = simulated(results("several", points[:3]), count) + simulated(results("several", points), count)
-        assert [x.point for x in several] == [x.point for x in one] == points
-        assert [x.value for x in several] == pytest.approx([x.value for x in one], rel=1e-9) and len({x.value for x in one}) == 4
-        lines = [[json.loads(line) for line in (tmp_path / x / "sweep.jsonl").read_text().splitlines()] for x in ("one", "several")]
-        for a, b in zip(*lines, strict=True):
-            assert a | {"value": 0} == b | {"value": 0}
-        assert not simulated(results("several", points), count)
-
-    def test_any_metric_is_for_one_process(self, run, tmp_path):
-        def metric(images):
-            return 1.0
-
-        metric.name, metric.facts = "mine", {}
-        with fails("mine is no FrechetDistance: several processes cannot share it"):
-            simulated(lambda procs: Sweep(RunAverages(run), metric, tmp_path, procs=procs), 2)
-
-    def test_torchrun(self, run, ref, tmp_path, one_thread_env):
-        """Each line once, a picture, the values of one process."""
-        options = f"--metric={MINE}", f"--ref={ref}", "--std=0.05,0.08", "--seeds=0-10", "--steps=2", "--batch=3"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "--", "edm2"]
-        result = subprocess.run(
-            [*launcher, "sweep", run, *options, f"--out={tmp_path}/two"], cwd=ROOT, env=one_thread_env, capture_output=True, text=True
-        )
-        assert result.returncode == 0, result.stderr
-        alone = call(main, "sweep", run, *options, f"--out={tmp_path}/one").output
-        assert (tmp_path / "two" / "sweep.png").exists() and result.stdout.splitlines() == [
-            line.replace(f"{tmp_path}/one", f"{tmp_path}/two") for line in alone.splitlines() if "img/s" not in line
-        ]
-        one, two = (
-            [json.loads(line) for line in (tmp_path / name / "sweep.jsonl").read_text().splitlines()] for name in ("one", "two")
-        )
-        assert [x.pop("value") for x in one] == pytest.approx([x.pop("value") for x in two], rel=1e-9) and one == two
 
 
 def test_statistics_that_overflow_are_not_written(data, tmp_path):

@@ -66,8 +66,8 @@ def gen(
     if num < 2:
         raise UserError("--num: metrics need two images at least")
     if dry_run:
-        for facts in plan(chosen, guidance_interval, steps, ref, num, seed, runs):
-            tell(facts if is_first() else {})
+        for facts in list(plan(chosen, guidance_interval, steps, ref, num, seed, runs)):  # what is refused is told alone
+            tell(facts)
         return
     reference = read_reference(network_file(ref, chosen.networks))
     with processes() as procs:
