@@ -54,17 +54,17 @@ class Simulated(Processes):
 
     def gather(self, x):
         self.said[self.rank] = x
-        self.meeting.wait(60)
+        self.meeting.wait(20)
         found = list(self.said)
-        self.meeting.wait(60)
+        self.meeting.wait(20)
         return found if self.rank == 0 else None
 
     def share(self, x):
         self.gather(x)
-        self.meeting.wait(60)
+        self.meeting.wait(20)
         if self.rank == 0:
             self.said[:] = [x] * len(self.said)
-        self.meeting.wait(60)
+        self.meeting.wait(20)
         return self.said[self.rank]
 
 

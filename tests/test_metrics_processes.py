@@ -97,13 +97,14 @@ class TestSweep:
 
     @pytest.mark.parametrize("count", [2, 5])
     def test_several_processes_equal_one(self, run, data, tmp_path, count):
-        """The first writes; a classifier is trained once; what is there none makes again."""
+        """The first writes, and what is there, of which the others may know nothing, none makes again; a classifier is trained once."""
 
         def results(folder, points):
             def of(procs):
                 averages = RunAverages(run)
                 metric = open_metric("frechet-small", None, open_labelled(data), tmp_path / folder, procs)
-                sweep = Sweep(averages, metric, tmp_path / folder, self_guide(averages), range(11), 2, 3, CPU, None, procs)
+                own = tmp_path / (f"other{procs.rank}" if procs.rank else folder)
+                sweep = Sweep(averages, metric, own, self_guide(averages), range(11), 2, 3, CPU, None, procs)
                 return list(sweep.measure(points))
 
             return of
@@ -114,6 +115,7 @@ class TestSweep:
         assert [x.point for x in several] == [x.point for x in one] == points
         assert [x.value for x in several] == pytest.approx([x.value for x in one], rel=1e-9) and len({x.value for x in one}) == 4
         lines = [[json.loads(line) for line in (tmp_path / x / "sweep.jsonl").read_text().splitlines()] for x in ("one", "several")]
+        assert len(lines[0]) == 4 and not list(tmp_path.glob("other*"))
         for a, b in zip(*lines, strict=True):
             assert a | {"value": 0} == b | {"value": 0}
         assert not simulated(results("several", points), count)
