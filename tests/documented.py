@@ -18,8 +18,10 @@ import numpy as np
 import edm2
 import sample
 from edm2.cli.dataset import load_digits
+from edm2.frechet import Moments
 from edm2.image_files import write_zip
 from edm2.latents import LatentEncoder
+from edm2.references import Reference, write_reference
 from tests.command_lines import ROOT, call, small_net
 from tests.conftest import tiny_net
 from tests.dataset_files import encode, make, pixels
@@ -88,7 +90,8 @@ def network_files(folder: Path, run: Path) -> None:
 
 
 def readme_files(folder: Path, run: Path) -> None:
-    """Also a run, a few images and latents of the published sizes, and networks as they would be after training and import."""
+    """Also a run, a few images and latents of the published sizes, networks as they would be after training and import, and some
+    reference."""
     network_files(folder, run)
     shutil.copytree(run, folder / "out" / "run")
     images = {f"{i}.png": encode(pixels(i, 64, 64, 3)) for i in range(2)}
@@ -97,6 +100,7 @@ def readme_files(folder: Path, run: Path) -> None:
     (folder / "datasets" / "img512-sd.zip").mkdir(parents=True)  # a folder is as good
     np.save(folder / "datasets" / "img512-sd.zip" / "0.npy", np.ones((8, 64, 64), np.float32))
     (folder / "datasets" / "img512-sd.zip" / "dataset.json").write_text(json.dumps({"labels": [["0.npy", 0]]}))
+    write_reference(folder / "img512.npz", Reference({"fid": Moments(np.zeros(2), np.eye(2), 2)}))
     (folder / "networks").mkdir()
     edm2.save_snapshot(folder / "networks" / "edm2-img512-s-2147483-0.025.safetensors", small_net(5))
     (folder / "out" / "img512-s").mkdir()
