@@ -67,7 +67,7 @@ def gen(
         raise UserError("--num: metrics need two images at least")
     if dry_run:
         for facts in list(plan(chosen, guidance_interval, steps, ref, num, seed, runs)):  # what is refused is told alone
-            tell(facts)
+            tell(facts if is_first() else {})
         return
     reference = read_reference(network_file(ref, chosen.networks))
     with processes() as procs:
