@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 INTERPRETED = """adam attention bad_input bench_convs bench_tune conv conv_epilogues conv_library conv_parts conv_up interpreter linear ops
 prepared registration step triton_network""".split()
-MOVED = "bench", "interruption", "docs"
+MOVED = "bench", "interruption", "docs", "metrics_processes"
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
 
 
