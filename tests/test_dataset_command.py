@@ -309,7 +309,7 @@ def test_upright(tmp_path):
 def test_a_signal_to_all(tmp_path):
     """As a terminal sends it, also to the workers: one line, no traceback, and the command goes on later."""
     source = make(tmp_path / "d.zip", {f"{i:04}.png": encode(pixels(i % 7, 64, 64, 3)) for i in range(3000)})
-    command = [sys.executable, "-m", "edm2", "dataset", "convert", source, tmp_path / "a.zip", "--resolution=256", "--workers=2"]
+    command = [sys.executable, "-m", "edm2", "dataset", "convert", source, tmp_path / "a.zip", "--resolution=512", "--workers=2"]
     options = {"start_new_session": True, "stderr": subprocess.PIPE, "text": True, "cwd": Path(__file__).parent.parent}
     process = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options)
     part = tmp_path / ".a.zip.part"

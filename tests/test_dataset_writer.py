@@ -208,9 +208,10 @@ def test_kills(whole, tmp_path, monkeypatch, number):
 
     def slowly():
         with DatasetWriter(path, "png", "a") as writer:
-            for data in FILES:
+            for data in FILES[:20]:
                 time.sleep(0.02)
                 writer.add(data)
+            time.sleep(600)  # it is killed before its end, however slow this machine is
 
     child = forked(slowly)
     while not (tmp_path / ".a.zip.part.json").exists():
