@@ -1,7 +1,7 @@
 """`python -m tests`: all tests, and beside them once more those of the kernels, in Triton's interpreter.
 
 Two processes, each with half of the cores; the second, which has less to do, also takes some files off the first. Its output
-follows the first's.
+follows the first's. A test that hangs ends its process, which tells where it hung.
 """
 
 import os
@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 INTERPRETED = """adam attention bad_input bench_convs bench_tune conv conv_epilogues conv_library conv_parts conv_up interpreter linear ops
 prepared registration step triton_network""".split()
 MOVED = "bench", "interruption", "docs", "metrics_processes"
-PYTEST = [sys.executable, "-m", "pytest", "-q"]
+HANGS = 900  # seconds; a test takes two minutes at the most on two cores of a laptop
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-o", f"faulthandler_timeout={HANGS}", "-o", "faulthandler_exit_on_timeout=true"]
 
 
 def main() -> int:
