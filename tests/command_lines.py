@@ -1,5 +1,7 @@
-"""Command lines called in the test's own process, and a network for them."""
+"""Command lines called in the test's own process, and a network for them; code in a process of its own."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -30,3 +32,15 @@ def small_net(label_dim: int) -> edm2.Precond:
         if name.endswith("gain"):  # zeros: no label would count, and nothing come out
             torch.nn.init.ones_(p)
     return net
+
+
+def python(code: str) -> str:
+    """What a process of its own prints."""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def without(*names: str) -> str:
+    """Code that hides modules from what follows it."""
+    return f"import sys\nsys.modules |= dict.fromkeys({names})\n"

@@ -120,6 +120,40 @@ def digits_zip(tmp_path_factory):
 
 
 @pytest.fixture()
+def data(tmp_path) -> Path:
+    """60 RGB images of noise, 8×8, in 5 classes."""
+    from tests.metrics_files import noise
+
+    return noise(tmp_path / "data.zip")
+
+
+@pytest.fixture()
+def ref(tmp_path, data) -> Path:
+    """Reference statistics of these images, of both metrics."""
+    from tests.metrics_files import reference
+
+    return reference(tmp_path / "ref.npz", data)
+
+
+@pytest.fixture()
+def hardly_trained(monkeypatch):
+    """A classifier that has hardly been trained has features, too."""
+    from edm2 import features
+
+    monkeypatch.setattr(features, "STEPS", 2)
+
+
+@pytest.fixture()
+def no_downloads(monkeypatch):
+    from edm2 import download
+
+    def fail(*_):
+        raise AssertionError("nothing is to be downloaded")
+
+    monkeypatch.setattr(download, "_open", fail)
+
+
+@pytest.fixture()
 def net(tmp_path):
     """The file of a network that makes RGB images of 8×8 pixels in 5 classes."""
     import edm2
@@ -128,6 +162,17 @@ def net(tmp_path):
 
     path = tmp_path / "net.safetensors"
     edm2.save_snapshot(path, small_net(5), encoder=RGBEncoder())
+    return path
+
+
+@pytest.fixture()
+def guide(tmp_path):
+    """The file of a network without classes that can guide it."""
+    import edm2
+    from tests.command_lines import small_net
+
+    path = tmp_path / "guide.safetensors"
+    edm2.save_snapshot(path, small_net(0))
     return path
 
 

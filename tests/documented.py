@@ -25,7 +25,7 @@ from edm2.references import Reference, write_reference
 from tests.command_lines import ROOT, call, small_net
 from tests.conftest import tiny_net
 from tests.dataset_files import encode, make, pixels
-from tests.test_vae import save_tiny
+from tests.vae_files import save_tiny
 
 # Commands that are not run, by how they begin or what is in them, and why. Each must be somewhere in the documentation.
 NOT_RUN = {

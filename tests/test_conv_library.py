@@ -9,7 +9,7 @@ import kernels
 from kernels import branches_eager, conv_tiles, convolve, eager, reference, registration, wgrad
 from kernels.jit import INTERPRET
 from tests.conftest import relative_error
-from tests.test_ops import CASES, Case
+from tests.op_cases import CASES, Case
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="about kernels")
 BRANCH = CASES["residual_branch_norm"]

@@ -8,7 +8,7 @@ from kernels.convolve import convolve
 from kernels.jit import INTERPRET
 from kernels.wgrad import weight_gradient
 from tests.conftest import relative_error
-from tests.test_ops import Guarded
+from tests.op_cases import Guarded
 from tests.tolerances import PRODUCT
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="about kernels")

@@ -17,7 +17,7 @@ from edm2.denoisers import Chunked, Folded, Plain, choose
 from edm2.network import UNet
 from edm2.sampler import Heun, noise_levels
 from tests.conftest import relative_error, tiny_net
-from tests.test_sampler import SAMPLER
+from tests.tolerances import SAMPLER
 
 LEVELS = [40.0, 0.02]
 

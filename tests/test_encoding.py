@@ -29,7 +29,7 @@ from edm2.trainer import Trainer
 from edm2.vae import load_vae, load_vae_to_encode
 from tests.command_lines import call, refused
 from tests.dataset_files import encode, fails, make, pixels
-from tests.test_vae import WEIGHTS, save_tiny
+from tests.vae_files import WEIGHTS, save_tiny
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

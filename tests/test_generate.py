@@ -8,8 +8,7 @@ import edm2
 from edm2.generate import ImageGenerator, _one_ahead
 from edm2.latents import LatentEncoder
 from tests.conftest import relative_error, tiny_net
-from tests.test_sampler import SAMPLER
-from tests.tolerances import NETWORK
+from tests.tolerances import NETWORK, SAMPLER
 
 
 def generate(net=None, seeds=range(5), **kwargs):

@@ -24,7 +24,7 @@ from edm2.distributed import Processes
 from edm2.interruption import RESUME_ME, Interruption
 from edm2.stats import read_stats
 from tests.command_lines import ROOT
-from tests.test_training import CPU, equal, names
+from tests.run_files import equal, names
 
 
 @pytest.fixture()
@@ -102,7 +102,7 @@ def test_time_is_up(config):
 
 
 def test_a_second_signal_does_what_it_did_before():
-    with Interruption(Processes(0, 1, CPU)) as interruption:
+    with Interruption(Processes(0, 1, torch.device("cpu"))) as interruption:
         assert interruption.asked() is None
         os.kill(os.getpid(), signal.SIGINT)
         assert interruption.asked() == "SIGINT"

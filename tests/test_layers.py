@@ -2,13 +2,11 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.command_lines import ROOT, python, without
 
 # From the ground up: a module may import those before it.
 EDM2 = """version errors files arguments names download pickled pickled_arrays archive pictures backends ahead image_files
@@ -60,17 +58,6 @@ def test_nothing_imports_bench_or_tests():
     files = [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "edm2").rglob("*.py"), ROOT / "train.py", ROOT / "sample.py"]
     for path in files:
         assert not any(name.split(".")[0] in ("bench", "tests", "train", "sample") for name in project_imports(path)), path
-
-
-def python(code: str) -> str:
-    """What a process of its own prints."""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def without(*names: str) -> str:
-    return f"import sys\nsys.modules |= dict.fromkeys({names})\n"
 
 
 def test_everything_imports_without_triton_and_the_extras():

@@ -12,7 +12,6 @@ import pytest
 
 import edm2
 import sample
-from edm2 import features
 from edm2.cli.main import main
 from edm2.data import ImageDataset
 from edm2.distributed import Processes
@@ -27,29 +26,14 @@ from edm2.vae import load_vae
 from tests import user_features
 from tests.command_lines import ROOT, call, small_net
 from tests.conftest import tiny_net
+from tests.local_server import Server
 from tests.metrics_files import BOTH, CPU, MINE, noise, reference, runs, simulated, told
-from tests.test_download import Server
-from tests.test_sweep import average, make_run
-from tests.test_vae import save_tiny
+from tests.run_files import average, make_run
+from tests.vae_files import save_tiny
+
+pytestmark = pytest.mark.usefixtures("hardly_trained")
 
 FEW = "--num=10", "--steps=2"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """A classifier that has hardly been trained has features, too."""
-    monkeypatch.setattr(features, "STEPS", 3)
-
-
-@pytest.fixture()
-def data(tmp_path) -> Path:
-    return noise(tmp_path / "data.zip")
-
-
-@pytest.fixture()
-def ref(tmp_path, data) -> Path:
-    """Of both metrics."""
-    return reference(tmp_path / "ref.npz", data)
 
 
 def value(ref: Path, images: np.ndarray) -> dict[str, float]:

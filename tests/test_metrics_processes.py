@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 
-from edm2 import features
 from edm2.averages import RunAverages
 from edm2.cli import common
 from edm2.cli.main import main
@@ -17,23 +16,10 @@ from edm2.references import read_reference
 from edm2.sweep import Sweep, grid, self_guide
 from tests.command_lines import ROOT, call, refused
 from tests.dataset_files import encode, fails, make, pixels
-from tests.metrics_files import CPU, MINE, noise, reference, simulated
-from tests.test_sweep import make_run
+from tests.metrics_files import CPU, MINE, simulated
+from tests.run_files import make_run
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(features, "STEPS", 2)
-
-
-@pytest.fixture()
-def data(tmp_path):
-    return noise(tmp_path / "data.zip")
-
-
-@pytest.fixture()
-def ref(tmp_path, data):
-    return reference(tmp_path / "ref.npz", data)
+pytestmark = pytest.mark.usefixtures("hardly_trained")
 
 
 class TestErrors:

@@ -6,33 +6,18 @@ import numpy as np
 import pytest
 
 import edm2
-from edm2 import features
 from edm2.cli.main import main
 from edm2.image_files import write_zip
 from edm2.latents import LatentEncoder, RGBEncoder
 from tests.command_lines import refused
 from tests.conftest import tiny_net
 from tests.dataset_files import encode, make, pixels
-from tests.metrics_files import MINE, noise, reference
-from tests.test_sweep import make_run
+from tests.metrics_files import MINE, noise
+from tests.run_files import make_run
+
+pytestmark = pytest.mark.usefixtures("hardly_trained")
 
 OTHERS = "those of the reference of 8x8 with 3 channels: give a reference of such images"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(features, "STEPS", 1)
-
-
-@pytest.fixture()
-def data(tmp_path):
-    return noise(tmp_path / "data.zip")
-
-
-@pytest.fixture()
-def ref(tmp_path, data):
-    """Of both metrics."""
-    return reference(tmp_path / "ref.npz", data)
 
 
 def make_files(tmp_path):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import edm2
-from edm2 import features
 from edm2.cli import metrics, metrics_gen
 from edm2.cli.main import main
 from edm2.data import ImageDataset
@@ -18,22 +17,9 @@ from edm2.references import Reference, read_reference, write_reference
 from tests.command_lines import call, refused
 from tests.dataset_files import fails
 from tests.metrics_files import BOTH, MINE, noise, reference, simulated, told
-from tests.test_sweep import make_run
+from tests.run_files import make_run
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(features, "STEPS", 2)
-
-
-@pytest.fixture()
-def data(tmp_path):
-    return noise(tmp_path / "data.zip")
-
-
-@pytest.fixture()
-def ref(tmp_path, data):
-    return reference(tmp_path / "ref.npz", data)
+pytestmark = pytest.mark.usefixtures("hardly_trained")
 
 
 @pytest.fixture()

@@ -21,7 +21,7 @@ from edm2.pictures import read_png
 from edm2.stats import read_stats
 from edm2.tensorboard import TensorBoard, scalars
 from tests.conftest import tiny_net
-from tests.test_training import equal
+from tests.run_files import equal
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)

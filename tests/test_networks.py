@@ -16,8 +16,8 @@ from edm2.networks import is_pickle, open_snapshot
 from edm2.published import PUBLISHED
 from tests.command_lines import ROOT, call, refused, small_net
 from tests.conftest import GOLDEN, Golden, relative_error
+from tests.local_server import Server
 from tests.official_files import write_official
-from tests.test_download import Server
 
 PICKLE = GOLDEN / "official_snapshot.pkl"
 

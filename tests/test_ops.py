@@ -14,7 +14,7 @@ from kernels.jit import INTERPRET
 from kernels.reference import Factors
 from kernels.registration import on_triton
 from tests.conftest import relative_error
-from tests.op_cases import BAD, CASES, DTYPES, Case, every_case
+from tests.op_cases import BAD, CASES, DTYPES, Case, Guarded, every_case
 from tests.tolerances import ALIKE, EXACT
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*(torch.float64|a raw weight of|a weight of):kernels.FallbackWarning")
@@ -42,31 +42,6 @@ def test_two_runs_give_the_same_bits(case, dtype, device, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # convolutions are the library's
     first, second = (case.run(kernels, case.inputs(dtype, device)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-class Guarded:
-    """Makes tensors that lie between NaNs."""
-
-    def __init__(self):
-        self.memory: list[Tensor] = []
-
-    def empty(self, *shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-        shape = torch.Size(shape[0] if shape and not isinstance(shape[0], int) else shape)
-        self.memory.append(torch.full([shape.numel() + 128], torch.nan, dtype=dtype, device=device))
-        return self.memory[-1][64:-64].view(shape)
-
-    def patch(self, monkeypatch) -> None:
-        """What the launchers allocate comes from here."""
-
-        def new_empty(x: Tensor, *shape, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-            return self.empty(*shape, dtype=dtype or x.dtype, device=device or x.device)
-
-        monkeypatch.setattr(torch, "empty", self.empty)
-        monkeypatch.setattr(torch, "empty_like", lambda x, **options: new_empty(x, x.shape, **options))
-        monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-
-    def intact(self) -> bool:
-        return all(x[:64].isnan().all() and x[-64:].isnan().all() for x in self.memory)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES.values() if kernels.coverage()[c.op] == "triton"], ids=lambda c: f"{c.op}{c.shapes[0]}")

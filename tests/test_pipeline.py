@@ -13,10 +13,10 @@ from edm2.generate import Batch
 from edm2.latents import LatentEncoder
 from edm2.pipeline import EDM2Pipeline
 from edm2.vae import load_vae
+from tests.command_lines import python, without
 from tests.conftest import relative_error, tiny_net
-from tests.test_layers import python, without
-from tests.test_sampler import SAMPLER
-from tests.test_vae import save_tiny
+from tests.tolerances import SAMPLER
+from tests.vae_files import save_tiny
 
 
 @pytest.fixture()

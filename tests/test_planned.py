@@ -10,38 +10,16 @@ import torch
 import edm2
 import sample
 import train
-from edm2 import download
 from edm2.cli.main import main
 from edm2.latents import LatentEncoder
 from edm2.piecewise import Writer
 from edm2.published import PUBLISHED
 from tests.command_lines import ROOT, call, refused, small_net
 from tests.conftest import GOLDEN, tiny_net
+from tests.dry_runs import PRESET, counted_evaluations, told
 
-PRESET = "edm2-img512-s-guid-fid"
+pytestmark = pytest.mark.usefixtures("no_downloads")
 PICKLE = GOLDEN / "official_snapshot.pkl"
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    def fail(*_):
-        raise AssertionError("a dry run downloads nothing")
-
-    monkeypatch.setattr(download, "_open", fail)
-
-
-@pytest.fixture()
-def guide(tmp_path):
-    path = tmp_path / "guide.safetensors"
-    edm2.save_snapshot(path, small_net(0))
-    return path
-
-
-def told(command, *args) -> dict[str, str]:
-    """Facts by name."""
-    result = call(command, *args)
-    assert result.exit_code == 0, result.output
-    return {line[:16].strip(): line[17:] for line in result.output.splitlines() if line[:16].strip()}
 
 
 def dry(*args) -> dict[str, str]:
@@ -51,15 +29,7 @@ def dry(*args) -> dict[str, str]:
 class TestSample:
     def test_evaluations_are_those_that_are_then_made(self, net, guide, tmp_path, monkeypatch):
         """In batches of one image each, counted."""
-        counted = {0: 0, 5: 0}
-        denoise = edm2.Precond.denoise
-
-        def count(self, x, *args):
-            counted[self.label_dim] += 1
-            return denoise(self, x, *args)
-
-        monkeypatch.setattr(edm2.Precond, "denoise", count)
-        monkeypatch.setattr("edm2.denoisers.CHUNK_PIXELS", 1)
+        counted = counted_evaluations(monkeypatch)
         out = tmp_path / "out"
         options = [f"--net={net}", f"--gnet={guide}", "--guidance=2", f"--outdir={out}", "--seeds=3", "--steps=5"]
         for more in ([], ["--guidance-interval=0.1,20"], ["--guidance=1"], ["--steps=1"]):

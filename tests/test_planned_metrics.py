@@ -6,39 +6,23 @@ import shutil
 import pytest
 
 import edm2
-from edm2 import features
 from edm2.cli import metrics_gen
 from edm2.cli.main import main
 from edm2.published import PUBLISHED
 from tests.command_lines import call, refused, small_net
 from tests.conftest import tiny_net
-from tests.metrics_files import MINE, noise, reference
-from tests.test_planned import PRESET, no_network, told  # noqa: F401
-from tests.test_sweep import make_run
+from tests.dry_runs import PRESET, counted_evaluations, told
+from tests.metrics_files import MINE, reference
+from tests.run_files import make_run
+
+pytestmark = pytest.mark.usefixtures("hardly_trained", "no_downloads")
 
 ADDRESS = "https://example.com/refs/img8.npz"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(features, "STEPS", 1)
-
-
-@pytest.fixture()
-def data(tmp_path):
-    return noise(tmp_path / "data.zip")
 
 
 @pytest.fixture()
 def run(tmp_path, data):
     return make_run(tmp_path / "run", data)
-
-
-@pytest.fixture()
-def guide(tmp_path):
-    path = tmp_path / "guide.safetensors"
-    edm2.save_snapshot(path, small_net(0))
-    return path
 
 
 def gen(tmp_path, *args) -> tuple:
@@ -56,15 +40,7 @@ def dry(tmp_path, *args) -> dict[str, str]:
 class TestFacts:
     def test_evaluations_are_those_that_are_then_made(self, net, guide, data, tmp_path, monkeypatch):
         """For each image, counted."""
-        counted = {0: 0, 5: 0}
-        denoise = edm2.Precond.denoise
-
-        def count(self, x, *args):
-            counted[self.label_dim] += 1
-            return denoise(self, x, *args)
-
-        monkeypatch.setattr(edm2.Precond, "denoise", count)
-        monkeypatch.setattr("edm2.denoisers.CHUNK_PIXELS", 1)
+        counted = counted_evaluations(monkeypatch)
         options = f"--net={net}", f"--gnet={guide}", "--guidance=2", "--num=2", "--steps=5"
         ref = reference(tmp_path / "ref.npz", data, f"--metrics={MINE}")
         for more in ([], ["--guidance-interval=0.1,20"], ["--guidance=1"]):

@@ -18,7 +18,7 @@ from edm2.sharding import Shards, share_out
 from edm2.stats import read_stats
 from edm2.weights import StepWeights
 from tests.conftest import relative_error, tiny_net
-from tests.test_training import equal
+from tests.run_files import equal
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

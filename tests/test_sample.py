@@ -24,7 +24,7 @@ from edm2.sampler import Heun
 from edm2.samples import Sample, SampleFolder, make_samples
 from tests.command_lines import ROOT, call, refused, small_net
 from tests.conftest import tiny_net
-from tests.test_vae import plain, save_tiny
+from tests.vae_files import plain, save_tiny
 
 
 class TestSample:

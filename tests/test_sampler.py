@@ -8,8 +8,7 @@ import torch
 import edm2
 from edm2.sampler import guided_steps, noise_levels
 from tests.conftest import Golden, relative_error, tiny_net
-
-SAMPLER = 1e-5
+from tests.tolerances import SAMPLER
 
 GOLDEN = {
     "heun_8": dict(num_steps=8),

@@ -13,7 +13,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import edm2
-from edm2 import features, phema
 from edm2.averages import RunAverages
 from edm2.cli import sweep as command
 from edm2.cli.main import main
@@ -21,44 +20,19 @@ from edm2.data import ImageDataset
 from edm2.features import SmallClassifier, SmallFeatures
 from edm2.frechet import Gaussian, frechet_distance
 from edm2.image_files import write_zip
-from edm2.latents import LatentEncoder, RGBEncoder
+from edm2.latents import LatentEncoder
 from edm2.metrics import FrechetDistance, open_labelled
 from edm2.sweep import EVERYWHERE, Point, Result, Sweep, grid, ranges, run_guide, self_guide
 from tests.command_lines import call, refused, small_net
 from tests.conftest import tiny_net
 from tests.dataset_files import encode, make, pixels
+from tests.run_files import average, make_run
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """A classifier that has hardly been trained has features, too; one test looks at the picture."""
-    monkeypatch.setattr(features, "STEPS", 3)
+def quick(hardly_trained, monkeypatch):
+    """One test looks at the picture."""
     monkeypatch.setattr(command, "draw", lambda results, metric, out: None)
-
-
-@pytest.fixture()
-def data(tmp_path) -> Path:
-    """60 RGB images of noise, 8×8, in 5 classes."""
-    images = np.random.default_rng(0).integers(0, 256, (60, 8, 8, 3), np.uint8)
-    write_zip(tmp_path / "data.zip", images, [i % 5 for i in range(60)])
-    return tmp_path / "data.zip"
-
-
-def make_run(folder: Path, data: Path, seed: int = 0, label_dropout: float = 0.1, label_dim: int = 5, encoder=None) -> Path:
-    """Three times, two widths, weights that differ."""
-    folder.mkdir()
-    random = torch.Generator().manual_seed(seed)
-    for nimg in (1000, 2000, 3000):
-        for std in (0.05, 0.1):
-            net = small_net(label_dim)
-            with torch.no_grad():
-                for p in net.parameters():
-                    p.add_(0.3 * torch.randn(p.shape, generator=random))
-            meta = {"nimg": nimg, "std": std, "label_dropout": label_dropout}
-            name = f"network-snapshot-{nimg / 1000:011.3f}-{std:.3f}.safetensors"
-            edm2.save_snapshot(folder / name, net, encoder=encoder or RGBEncoder(), meta=meta, dtype=torch.float32)
-    (folder / "training_options.json").write_text(json.dumps({"data": str(data)}))
-    return folder
 
 
 @pytest.fixture()
@@ -79,15 +53,6 @@ def swept(run: Path, *args) -> list[dict]:
     result = call(main, "sweep", run, *QUICK, *args)
     assert result.exit_code == 0, result.output
     return lines(run)
-
-
-def average(run: Path, std: float, nimg: int | None = None) -> edm2.Precond:
-    """By reading and combining all snapshots."""
-    snapshots = [edm2.load_snapshot(path) for path in sorted(run.glob("*.safetensors"))]
-    (tensors,) = phema.reconstruct(snapshots, [std], nimg)
-    net = snapshots[0].net
-    net.load_state_dict(tensors, strict=False)
-    return net
 
 
 def value(run: Path, data: Path, net: edm2.Precond, **options) -> float:

@@ -19,27 +19,13 @@ from edm2.names import kimg_name
 from edm2.stats import NonfiniteGuard, read_stats
 from edm2.trainer import Draws, Trainer
 from tests.conftest import relative_error
+from tests.run_files import equal, names
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 OFFICIAL_KEYS = """Progress/kimg Timing/total_sec Timing/sec_per_tick Timing/sec_per_kimg Timing/maintenance_sec
 Resources/cpu_mem_gb Resources/peak_gpu_mem_gb Resources/peak_gpu_mem_reserved_gb Loss/loss Loss/learning_rate
 timestamp""".split()
-
-
-def names(outdir) -> set[str]:
-    return {path.name for path in Path(outdir).iterdir()}
-
-
-def equal(a, b) -> bool:
-    """Nested states, bit for bit."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
 
 
 def test_what_a_run_leaves(config):

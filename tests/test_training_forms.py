@@ -16,7 +16,7 @@ from edm2.image_files import write_zip
 from edm2.stats import read_stats
 from edm2.trainer import Trainer
 from tests.conftest import relative_error
-from tests.test_training import CPU, equal
+from tests.run_files import equal
 
 
 class TestOwnParts:
@@ -88,7 +88,7 @@ class TestOwnParts:
                 return x.numel() == 1  # the number of images
 
         with pytest.raises(edm2.UserError, match="the processes start with different weights"):
-            Trainer(config, Unlike(0, 1, CPU)).start()
+            Trainer(config, Unlike(0, 1, torch.device("cpu"))).start()
 
     def test_a_loss_and_a_callback(self, config):
         """The loss has the signature of `denoising_loss`; the callback sees each line of statistics."""
@@ -132,8 +132,9 @@ class TestCompiled:
             assert relative_error(p, plain.net.get_parameter(name)) < 1e-4, name
 
     def test_it_is_for_gpus_unless_asked_for(self, config):
-        assert [Trainer(replace(config, compile=x), Processes(0, 1, CPU))._compiles for x in (None, False, True)] == [False, False, True]
-        trainer = Trainer(config, Processes(0, 1, CPU))
+        alone = Processes(0, 1, torch.device("cpu"))
+        assert [Trainer(replace(config, compile=x), alone)._compiles for x in (None, False, True)] == [False, False, True]
+        trainer = Trainer(config, alone)
         trainer.procs = Processes(0, 1, torch.device("cuda"))
         assert trainer._compiles
 

@@ -14,28 +14,14 @@ from safetensors.torch import load_file, save_file
 
 import edm2
 from edm2.latents import RAW_STATISTICS, LatentEncoder, RGBEncoder, encoder_for, encoder_from_config
-from edm2.vae import AT_ONCE, autoencoder_kl, load_vae
+from edm2.vae import AT_ONCE, load_vae
+from tests.command_lines import without
 from tests.conftest import tiny_net
 from tests.dataset_files import fails
-from tests.test_layers import without
+from tests.vae_files import WEIGHTS, plain, save_tiny
 
 ROOT = Path(__file__).parent.parent
 RANGES = list(RAW_STATISTICS)
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-def save_tiny(folder, latent_channels: int = 4):
-    """Three levels, so that sides shrink by 4; attention in the middle, as in the real one."""
-    torch.manual_seed(0)
-    vae = autoencoder_kl()(
-        block_out_channels=(8, 16, 16), down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
-        latent_channels=latent_channels, norm_num_groups=4,
-    )  # fmt: skip
-    with torch.no_grad():  # pixels on both sides of either range, latents that vary
-        vae.decoder.conv_out.weight *= 3
-        vae.encoder.conv_out.weight *= 3
-    vae.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +57,6 @@ def latents(n: int) -> torch.Tensor:
 
 def pixels(n: int, channels: int = 3, side: int = 16) -> torch.Tensor:
     return torch.randint(256, (n, channels, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
-
-
-def plain(saved):
-    """What a user of diffusers would call."""
-    return autoencoder_kl().from_pretrained(saved, low_cpu_mem_usage=False).requires_grad_(False)
 
 
 class TestValues:

@@ -16,6 +16,7 @@ ATTENTION_AT_ITS_BOUND = 5e-3
 
 # A whole network, whose layers amplify each other's roundings: spec §6.3 asks for these, forward and gradients.
 NETWORK = {torch.float32: (1e-5, 1e-4), torch.float16: (1e-2, 3e-2)}
+SAMPLER = 1e-5  # its trajectories in fp32, end to end
 
 
 def limit(dtype: torch.dtype, pytorch: float = 0.0) -> float:
