@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from edm2.errors import UserError
+from edm2.extras import optional_imports
 from edm2.features import in_parts, rgb
 from edm2.files import sha256, user_path
-from edm2.vae import own_kernels_hidden
 
 if TYPE_CHECKING:
     from transformers import Dinov2Model
@@ -96,11 +96,8 @@ def _downloaded(here: Path) -> Path:
 
 
 def _kind() -> type["Dinov2Model"]:
-    try:
-        with own_kernels_hidden():
-            from transformers import Dinov2Model
-    except (ImportError, RuntimeError) as e:  # its form of an ImportError further down
-        raise UserError(f"fd_dinov2 needs transformers ({str(e).splitlines()[-1][:200]}): pip install 'edm2-triton[metrics]'") from e
+    with optional_imports("fd_dinov2 needs transformers", "metrics"):
+        from transformers import Dinov2Model
     return Dinov2Model
 
 

@@ -15,6 +15,7 @@ import torch
 
 from edm2.download import fetch
 from edm2.errors import UserError
+from edm2.extras import optional_imports
 from edm2.features import in_parts, rgb
 from edm2.files import sha256, user_path
 
@@ -57,10 +58,8 @@ def weights_file(folder: str | Path) -> Path:
 
 
 def _module() -> ModuleType:
-    try:
+    with optional_imports("fid needs torch-fidelity", "metrics"):
         return import_module("torch_fidelity.feature_extractor_inceptionv3")
-    except (ImportError, RuntimeError) as e:
-        raise UserError(f"fid needs torch-fidelity ({str(e).splitlines()[0][:200]}): pip install 'edm2-triton[metrics]'") from e
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from edm2.denoisers import choose
 from edm2.errors import UserError
+from edm2.extras import optional_imports
 from edm2.files import make_folder
 from edm2.guidance import Unlabelled
 from edm2.latents import Encoder, LatentEncoder, RGBEncoder, encoder_from_config
@@ -19,15 +20,12 @@ from edm2.model_folder import GUIDE, INDEX, NET, VAE, write_index
 from edm2.network import Precond
 from edm2.sampler import Heun
 from edm2.snapshot import load_snapshot, save_snapshot
-from edm2.vae import VAEEncoder, load_vae, own_kernels_hidden
+from edm2.vae import VAEEncoder, load_vae
 from kernels import batch_invariance
 
-try:
-    with own_kernels_hidden():
-        from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput
-        from diffusers.utils.torch_utils import randn_tensor
-except (ImportError, RuntimeError) as e:  # diffusers' form of an ImportError further down
-    raise ImportError(f"edm2.pipeline needs diffusers: pip install 'edm2-triton[vae]' ({e})") from e
+with optional_imports("edm2.pipeline needs diffusers", "vae"):
+    from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput
+    from diffusers.utils.torch_utils import randn_tensor
 
 OUTPUT_TYPES = "pil", "np", "pt", "latent"
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from edm2.errors import UserError
+from edm2.extras import optional_imports
 from edm2.files import sha256
 from edm2.latents import VAE, LatentEncoder, RGBEncoder
 
@@ -147,25 +147,9 @@ def _load(
 
 def autoencoder_kl() -> type["AutoencoderKL"]:
     """The class, from diffusers. UserError without it."""
-    try:
-        with own_kernels_hidden():
-            from diffusers import AutoencoderKL
-    except (ImportError, RuntimeError) as e:  # its form of an ImportError further down
-        raise UserError(f"decoding latents needs diffusers ({_lines(e)[-1]}): pip install 'edm2-triton[vae]'") from e
+    with optional_imports("decoding latents needs diffusers", "vae"):
+        from diffusers import AutoencoderKL
     return AutoencoderKL
-
-
-@contextmanager
-def own_kernels_hidden() -> Iterator[None]:
-    """Where Hugging Face's distribution `kernels` is installed too, transformers would import its names from our package."""
-    ours = sys.modules.get("kernels")
-    sys.modules["kernels"] = None
-    try:
-        yield
-    finally:
-        sys.modules.pop("kernels")
-        if ours is not None:
-            sys.modules["kernels"] = ours
 
 
 def _folder(path: str) -> Path:

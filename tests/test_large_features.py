@@ -15,9 +15,9 @@ from torch import nn
 
 from edm2 import dinov2, inception
 from edm2.dinov2 import DinoFeatures, large_features
+from edm2.extras import optional_imports
 from edm2.inception import InceptionFeatures
 from edm2.metrics import open_features
-from edm2.vae import own_kernels_hidden
 from tests.conftest import relative_error
 from tests.dataset_files import fails
 
@@ -130,7 +130,7 @@ class TestInception:
 def tiny(tmp_path_factory):
     """Two layers, 37×37 positions, as the published ones have."""
     kind = dinov2._kind()
-    with own_kernels_hidden():
+    with optional_imports("the test needs transformers", "test"):
         from transformers import Dinov2Config
     torch.manual_seed(0)
     size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2}

@@ -9,7 +9,7 @@ import pytest
 from tests.command_lines import ROOT, python, without
 
 # From the ground up: a module may import those before it.
-EDM2 = """version errors files arguments names download pickled pickled_arrays archive pictures backends ahead image_files
+EDM2 = """version errors extras files arguments names download pickled pickled_arrays archive pictures backends ahead image_files
 dataset_writer conversion latent_statistics latents data inspection vae layers network weights folding guidance graphs denoisers
 loss presets phema frechet distributed encoding sharding optimizer sampler summary config diagnostics step prefetch generate
 held_out interruption stats calibration snapshot piecewise official published networks reconstruction model_folder checkpoint

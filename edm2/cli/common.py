@@ -11,6 +11,7 @@ import click
 
 from edm2.distributed import is_first
 from edm2.errors import UserError
+from edm2.extras import optional_imports
 from edm2.files import replacing
 from edm2.presets import Ki, Mi
 
@@ -215,10 +216,8 @@ class Names(click.ParamType):
 
 def figure_class() -> Any:
     """Matplotlib's. UserError without it."""
-    try:
+    with optional_imports("plots need matplotlib", "plot"):
         from matplotlib.figure import Figure
-    except ImportError as e:
-        raise UserError("plots need matplotlib: pip install 'edm2-triton[plot]'") from e
     return Figure
 
 

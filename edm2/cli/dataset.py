@@ -16,6 +16,7 @@ from edm2.cli.common import Resolution
 from edm2.conversion import TRANSFORMS, convert_dataset
 from edm2.data import ImageDataset
 from edm2.errors import UserError
+from edm2.extras import optional_imports
 from edm2.files import make_folder
 from edm2.image_files import ImageFiles, write_zip
 from edm2.inspection import faults
@@ -123,10 +124,8 @@ def resumable_bar(total: int, shown: bool = True) -> Iterator[tqdm]:
 
 def load_digits() -> tuple[np.ndarray, list[int]]:
     """Images uint8 [1797,8,8] and their labels 0..9, in scikit-learn's order; UserError without scikit-learn."""
-    try:
+    with optional_imports("the digits need scikit-learn", "digits"):
         from sklearn.datasets import load_digits
-    except ImportError as e:
-        raise UserError("the digits need scikit-learn: pip install 'edm2-triton[digits]'") from e
     data = load_digits()
     return np.round(data.images * (255 / 16)).astype(np.uint8), data.target.tolist()  # stored as 0..16
 

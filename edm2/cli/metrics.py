@@ -16,6 +16,7 @@ from edm2.cli.results import Results, note_programs
 from edm2.data import ImageDataset
 from edm2.distributed import is_first, processes
 from edm2.errors import UserError
+from edm2.extras import optional_imports
 from edm2.files import check_writable
 from edm2.generate import generate_images
 from edm2.image_files import ImageFiles
@@ -136,11 +137,9 @@ def recognise(net: Path, data: Path, seeds: list[int], steps: int, batch: int) -
 
 def _classifier(dataset: ImageDataset):
     """The machine trained on all real images, and its accuracy under 5-fold cross-validation."""
-    try:
+    with optional_imports("this metric needs scikit-learn", "digits"):
         from sklearn.model_selection import cross_val_score
         from sklearn.svm import SVC
-    except ImportError as e:
-        raise UserError("this metric needs scikit-learn: pip install 'edm2-triton[digits]'") from e
     everything = range(len(dataset))
     x = _pixels(dataset.images(everything).transpose(0, 2, 3, 1))
     y = dataset.labels(everything).argmax(axis=1)
