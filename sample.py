@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from edm2.backends import full_precision
-from edm2.cli.chosen import choose_encoder, choose_files, choose_sources, load_networks
-from edm2.cli.common import Command, Float, ImageCount, Interval, IntList
+from edm2.cli.chosen import choose_encoder, choose_files, choose_sources, guidance_interval_option, load_networks, preset_option
+from edm2.cli.commands import Command
+from edm2.cli.parameters import Float, ImageCount, IntList
 from edm2.cli.planned import SamplingPlan, tell
 from edm2.distributed import is_first, processes
 from edm2.errors import UserError
@@ -29,12 +30,11 @@ from edm2.samples import SampleFolder, list_samples, make_samples
 @click.command(cls=Command)
 @click.option("--net", metavar="FILE|URL", help="Network: a snapshot of this project, or a pickle of the official release.")
 @click.option("--gnet", metavar="FILE|URL", help="Guide network.  [default: none, or NET itself if trained with --label-dropout]")
-@click.option("--preset", metavar="NAME", help="A published choice of --net, --gnet and --guidance, e.g. edm2-img512-s-guid-fid.")
+@preset_option
 @click.option("--networks", metavar="DIR", default=CACHE, show_default=True,
               help="Where networks are kept that are given by preset or address.")
 @click.option("--guidance", type=Float(), help="Guidance weight w of w·NET + (1−w)·GNET; 1 = off.  [default: 1, or the preset's]")
-@click.option("--guidance-interval", type=Interval(), default="0,inf", show_default=True,
-              help="Guide where LO < sigma <= HI; a bound within 1.5 % of a step's sigma means that one.")  # fmt: skip
+@guidance_interval_option
 @click.option("--outdir", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Where to save the images.")
 @click.option("--subdirs", is_flag=True, help="Make a sub-folder for every 1000 seeds.")
 @click.option("--seeds", type=IntList(), default="16-19", show_default=True, help="One image per seed, e.g. 1,2,5-10.")

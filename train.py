@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from edm2 import summary
-from edm2.cli.common import Command, Duration, Float, ImageCount, PixelRange, Seed
+from edm2.cli.commands import Command
+from edm2.cli.parameters import Duration, Float, ImageCount, PixelRange, Seed
 from edm2.config import PRECISIONS, TrainingConfig
 from edm2.distributed import is_first
 from edm2.inputs import open_dataset

@@ -14,7 +14,8 @@ from bench.ledger import CANDIDATES, count, table
 from bench.machine import slug
 from bench.report import differences, update
 from bench.runner import CEILINGS, run_cases
-from edm2.cli.common import Float, Group, ImageCount
+from edm2.cli.commands import Group
+from edm2.cli.parameters import Float, ImageCount
 from edm2.errors import UserError
 from edm2.presets import get_preset
 from kernels import coverage

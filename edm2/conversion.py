@@ -20,8 +20,9 @@ from PIL import Image
 from edm2.ahead import in_order
 from edm2.backends import keep_freed_memory
 from edm2.dataset_writer import DatasetWriter
+from edm2.dataset_zip import encode_png
 from edm2.errors import Unfinished, UserError
-from edm2.image_files import ImageFiles, encode_png
+from edm2.image_files import ImageFiles
 
 CHUNK, AHEAD = 16, 4  # images that a process is given at a time; times so many for each process
 Transform = Callable[[Image.Image, int, int], Image.Image]  # of a width and height in pixels

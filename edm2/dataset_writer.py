@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
+from edm2.dataset_zip import add_file, file_info, file_name
 from edm2.errors import Unfinished, UserError
 from edm2.files import make_folder
-from edm2.image_files import add_file, file_info, file_name
 
 RECORDED = 20.0  # seconds between records of what is on the disk
 SENT = 2**26  # bytes that are sent there at a time

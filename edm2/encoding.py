@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from edm2.dataset_writer import DatasetWriter
+from edm2.dataset_zip import encode_png
 from edm2.distributed import Processes
 from edm2.errors import UserError
-from edm2.image_files import ImageFiles, encode_png
+from edm2.image_files import ImageFiles
 from edm2.latent_statistics import LatentSums
 from edm2.latents import LatentFacts
 from edm2.vae import VAEEncoder

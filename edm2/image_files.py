@@ -9,10 +9,8 @@ import io
 import json
 import os
 import re
-import struct
 import zipfile
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -24,10 +22,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from edm2.ahead import in_order
 from edm2.errors import UserError
-from edm2.files import replacing
 
 LARGEST = 2**30  # bytes of a file in a ZIP, which may be compressed a thousandfold
-UNCOMPRESSED = 2**16  # bytes of an image from which on it is written as it is
 READ_AHEAD = 64  # files that are read before they are looked at
 EXPECTED = 'expected {"labels": [[file name, label], ...]} or null'
 BY_OTHERS = "EPS", "PDF", "WMF", "MPEG", "HDF5", "GRIB", "BUFR"  # formats that run a program, or that Pillow but knows by name
@@ -205,21 +201,6 @@ class ImageFiles:
             raise UserError(f"{self.where('dataset.json')} is malformed; {EXPECTED}") from e
 
 
-def write_zip(path: str | Path, images: Iterable[np.ndarray | bytes], labels: Sequence | None = None) -> None:
-    """Write a dataset: an uncompressed ZIP of PNGs named 00000/img00000000.png, ..., and dataset.json.
-
-    images: uint8 [H,W] or [H,W,C], or encoded as PNG, streamed; labels: one class index (or vector) per image, or None. The file appears
-    only when complete, and equal input gives equal bytes. ValueError if the number of labels is wrong.
-    """
-    names = []
-    with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-        for i, image in enumerate(images):
-            names.append(file_name(i, "png"))
-            add_file(archive, names[-1], image if isinstance(image, bytes) else encode_png(image))
-        entries = None if labels is None else list(zip(names, labels, strict=True))
-        add_file(archive, "dataset.json", json.dumps({"labels": entries}).encode())
-
-
 @lru_cache
 def _formats() -> tuple[str, ...]:
     """Those that Pillow reads by itself."""
@@ -263,38 +244,3 @@ def _is_label(label, length: int | None) -> bool:
         return type(label) is int and 0 <= label < MAX_CLASSES
     numbers = type(label) is list and all(type(v) in (int, float) for v in label)
     return numbers and len(label) == length and all(abs(v) < 3e38 for v in label)  # finite in float32
-
-
-def file_name(i: int, suffix: str) -> str:
-    """Of the file of this number in a dataset."""
-    return f"{i // 1000:05d}/img{i:08d}.{suffix}"
-
-
-def file_info(name: str) -> zipfile.ZipInfo:
-    """Of a file in a ZIP, not compressed; dated 1980, so that equal content gives equal bytes."""
-    info = zipfile.ZipInfo(name)
-    info.create_system, info.external_attr = 3, 0o644 << 16  # else unzip creates unreadable files
-    return info
-
-
-def add_file(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    archive.writestr(file_info(name), data)
-
-
-def encode_png(image: np.ndarray) -> bytes:
-    """uint8 [H,W] or [H,W,C], C = 1 or 3. Not compressed if large: photographs hardly can be, and it takes most of the time."""
-    if image.dtype != np.uint8:
-        raise ValueError(f"write_zip: images must be uint8, got {image.dtype}")
-    image = image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image
-    if image.size < UNCOMPRESSED:
-        buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, "png")
-        return buffer.getvalue()
-    height, width = image.shape[:2]
-    rows = np.zeros((height, 1 + image[0].size), np.uint8)  # each begins with its filter: none
-    rows[:, 1:] = image.reshape(height, -1)
-    header = struct.pack(">IIBBBBB", width, height, 8, 0 if image.ndim == 2 else 2, 0, 0, 0)
-    chunks = (b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 0)), (b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )

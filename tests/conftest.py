@@ -112,7 +112,7 @@ class Golden:
 def digits_zip(tmp_path_factory):
     """The whole digits dataset."""
     from edm2.cli.dataset import load_digits
-    from edm2.image_files import write_zip
+    from edm2.dataset_zip import write_zip
 
     path = tmp_path_factory.mktemp("digits") / "digits.zip"
     write_zip(path, *load_digits())
@@ -200,6 +200,24 @@ def numbered(tmp_path):
     names = [f"{i}.png" for i in range(10)]
     files = {name: encode(pixels(i, 4, 6, 3)) for i, name in enumerate(names)}
     return make(tmp_path / "numbered.zip", files, [[name, i % 3] for i, name in enumerate(names)])
+
+
+@pytest.fixture(scope="session")
+def encoded(tmp_path_factory):
+    """Images, a VAE named `tiny`, and their latents in both ranges: `latents.zip` and `centred.zip`."""
+    from edm2.cli.main import main
+    from edm2.dataset_zip import write_zip
+    from tests.command_lines import call
+    from tests.dataset_files import pixels
+    from tests.vae_files import save_tiny
+
+    folder = tmp_path_factory.mktemp("encoding")
+    write_zip(folder / "images.zip", [pixels(i, 16, 16, 3) for i in range(11)], [i % 3 for i in range(11)])
+    save_tiny(folder / "tiny")
+    for name, args in (("latents", []), ("centred", ["--pixel-range=-1,1"])):
+        result = call(main, "dataset", "encode", f"{folder}/images.zip", f"{folder}/{name}.zip", f"--vae={folder}/tiny", *args)
+        assert result.output.endswith(f"wrote {folder}/{name}.zip: latents of 11 images by tiny\n"), result.output
+    return folder
 
 
 @pytest.fixture(scope="session")

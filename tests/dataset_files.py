@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from edm2.errors import UserError
+from edm2.image_files import ImageFiles
 
 
 def encode(pixels: np.ndarray, fmt: str = "png", **options) -> bytes:
@@ -37,6 +38,11 @@ def make(path, files: dict[str, bytes], labels="absent"):
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(data)
     return path
+
+
+def told_of_latents(path) -> dict:
+    """What a dataset tells of its latents."""
+    return ImageFiles(path).latents()
 
 
 def fails(message: str):

@@ -18,8 +18,8 @@ import numpy as np
 import edm2
 import sample
 from edm2.cli.dataset import load_digits
+from edm2.dataset_zip import write_zip
 from edm2.frechet import Moments
-from edm2.image_files import write_zip
 from edm2.latents import LatentEncoder
 from edm2.references import Reference, write_reference
 from tests.command_lines import ROOT, call, small_net

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from edm2.cli.main import main
+from edm2.dataset_zip import write_zip
 from edm2.distributed import Processes
-from edm2.image_files import write_zip
 from tests.command_lines import call
 
 MINE = "tests.user_features:pixels"

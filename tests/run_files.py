@@ -7,7 +7,10 @@ import torch
 
 import edm2
 from edm2 import phema
+from edm2.config import TrainingConfig
+from edm2.distributed import Processes
 from edm2.latents import RGBEncoder
+from edm2.trainer import Trainer
 from tests.command_lines import small_net
 
 
@@ -50,3 +53,12 @@ def equal(a, b) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
     return a == b
+
+
+def run_steps(config: TrainingConfig, steps: int = 3) -> Trainer:
+    """After so many steps, with nothing written."""
+    trainer = Trainer(config, Processes(0, 1, torch.device("cpu")))
+    trainer.start()
+    for _ in range(steps):
+        trainer.step()
+    return trainer

@@ -1,6 +1,5 @@
 """`python -m edm2 dataset`."""
 
-import io
 import json
 import multiprocessing
 import os
@@ -18,10 +17,11 @@ from PIL import Image
 
 import edm2.cli.dataset as cli
 from edm2 import conversion
-from edm2.conversion import TRANSFORMS, center_crop, center_crop_dhariwal, center_crop_wide, convert_dataset
+from edm2.conversion import TRANSFORMS, center_crop_dhariwal, convert_dataset
 from edm2.data import ImageDataset
 from edm2.dataset_writer import DatasetWriter
-from edm2.image_files import ImageFiles, encode_png, write_zip
+from edm2.dataset_zip import write_zip
+from edm2.image_files import ImageFiles
 from tests.dataset_files import PNG, encode, fails, make, pixels
 
 
@@ -79,41 +79,6 @@ def test_digits_without_scikit_learn(tmp_path, monkeypatch):
     with fails(r"pip install 'edm2-triton\[digits\]'"):
         run("digits", tmp_path / "x.zip")
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(("size", "halvings"), [((8, 8), 0), ((8, 30), 0), ((15, 16), 0), ((16, 16), 1), ((70, 64), 3), ((5, 7), 0)])
-def test_center_crop_sizes_and_halvings(monkeypatch, size, halvings):
-    filters = []
-    resize = Image.Image.resize
-    monkeypatch.setattr(Image.Image, "resize", lambda s, size, f: filters.append(f) or resize(s, size, f))
-    image = center_crop_dhariwal(Image.new("RGB", size, (10, 200, 77)), 8, 8)
-    assert filters[:halvings] == [Image.Resampling.BOX] * halvings and set(filters[halvings:]) == {Image.Resampling.BICUBIC}
-    assert image.size == (8, 8)
-    assert (np.asarray(image) == (10, 200, 77)).all()
-
-
-@pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("aspect", [1, 1.3, 1.98, 2.02, 3, 5])
-@pytest.mark.parametrize(("target", "short"), [(33, 60), (40, 40), (64, 50), (16, 150)])
-def test_the_crop_changes_nothing_of_the_scaling(target, short, aspect, wide):
-    """To the bit: scaled as a whole, then cropped."""
-    height, width = sorted((short, round(short * aspect)), reverse=not wide)
-    seed = round(100 * aspect)
-    image = whole = Image.fromarray(pixels(seed, height, width, 3))
-    while min(whole.size) >= 2 * target:
-        whole = whole.resize((whole.width // 2, whole.height // 2), Image.Resampling.BOX)
-    scale = target / min(whole.size)
-    whole = whole.resize((round(whole.width * scale), round(whole.height * scale)), Image.Resampling.BICUBIC)
-    left, top = (whole.width - target) // 2, (whole.height - target) // 2
-    np.testing.assert_array_equal(center_crop_dhariwal(image, target, target), np.asarray(whole)[top : top + target, left : left + target])
-
-
-def test_center_crop_takes_the_centre():
-    image = pixels(0, 8, 13)  # the short side fits: nothing but a crop
-    np.testing.assert_array_equal(center_crop_dhariwal(Image.fromarray(image), 8, 8), image[:, 2:10])
-    np.testing.assert_array_equal(center_crop_dhariwal(Image.fromarray(image.T), 8, 8), image.T[2:10])
-    blocks = pixels(1, 8, 8).repeat(4, 0).repeat(4, 1)  # box halving undoes repetition exactly
-    np.testing.assert_array_equal(center_crop_dhariwal(Image.fromarray(blocks), 8, 8), blocks[::4, ::4])
 
 
 def photos(path):
@@ -322,17 +287,6 @@ def test_a_signal_to_all(tmp_path):
     assert 0 < json.loads((tmp_path / ".a.zip.part.json").read_text())["count"] < 3000
 
 
-def test_other_crops():
-    """Of the whole if it has the wanted shape, else of the centre; wide ones with black above and below."""
-    image = pixels(0, 6, 8)
-    np.testing.assert_array_equal(center_crop(Image.fromarray(image), 8, 6), image)
-    np.testing.assert_array_equal(center_crop(Image.fromarray(image), 6, 6), image[:, 1:7])
-    np.testing.assert_array_equal(center_crop(Image.fromarray(image.T), 6, 6), image.T[1:7])
-    wide = np.asarray(center_crop_wide(Image.fromarray(image), 8, 6))
-    np.testing.assert_array_equal(wide, np.pad(image, ((1, 1), (0, 0))))
-    assert center_crop(Image.fromarray(pixels(0, 50, 30, 3)), 10, 20).size == (10, 20)
-
-
 def test_sizes(tmp_path):
     source = photos(tmp_path / "d")
     for size, transform, expected in (
@@ -364,14 +318,3 @@ def test_any_number_of_processes_makes_the_same(tmp_path, transform, monkeypatch
     with fails("050.png: not an image"):
         run("convert", tmp_path / "e.zip", tmp_path / "f.zip", "--resolution=8", "--workers=3")
     assert not (tmp_path / "f.zip").exists()
-
-
-@pytest.mark.parametrize("shape", [(300, 300), (200, 130, 3), (300, 300, 1)])
-def test_large_images_are_not_compressed(tmp_path, shape):
-    """And read by others all the same."""
-    image = pixels(0, *shape)
-    data = encode_png(image)
-    assert image.size < len(data) < image.size + 2000
-    found = Image.open(io.BytesIO(data))
-    found.verify()
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(data))), image[..., 0] if image.shape[-1] == 1 else image)

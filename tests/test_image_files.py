@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from edm2.data import ImageDataset, batches
-from edm2.image_files import ImageFiles, write_zip
+from edm2.dataset_zip import encode_png, write_zip
+from edm2.image_files import ImageFiles
 from tests.dataset_files import PNG, encode, fails, make, pixels
 
 # Files and formats
@@ -307,3 +308,14 @@ def test_write_zip_into_nowhere(tmp_path, folder):
     (tmp_path / "file").write_bytes(b"")
     with fails(f"cannot write .*{folder}/a.zip"):
         write_zip(tmp_path / folder / "a.zip", [pixels(0, 4, 4)])
+
+
+@pytest.mark.parametrize("shape", [(300, 300), (200, 130, 3), (300, 300, 1)])
+def test_large_images_are_not_compressed(tmp_path, shape):
+    """And read by others all the same."""
+    image = pixels(0, *shape)
+    data = encode_png(image)
+    assert image.size < len(data) < image.size + 2000
+    found = Image.open(io.BytesIO(data))
+    found.verify()
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(data))), image[..., 0] if image.shape[-1] == 1 else image)

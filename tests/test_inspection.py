@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from edm2.cli.main import main
-from edm2.image_files import write_zip
+from edm2.dataset_zip import write_zip
 from edm2.inspection import faults
 from edm2.latent_statistics import latent_statistics
 from edm2.latents import LatentEncoder

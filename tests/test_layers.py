@@ -9,12 +9,12 @@ import pytest
 from tests.command_lines import ROOT, python, without
 
 # From the ground up: a module may import those before it.
-EDM2 = """version errors extras files arguments names download pickled pickled_arrays archive pictures backends ahead image_files
-dataset_writer conversion latent_statistics latents data inspection vae layers network weights folding guidance graphs denoisers
-loss presets phema frechet distributed encoding sharding optimizer sampler summary config diagnostics step prefetch generate
-held_out interruption stats calibration snapshot piecewise official published networks reconstruction model_folder checkpoint
-inputs averages features references inception dinov2 metrics samples measuring sweep info preview tensorboard trainer training
-pipeline""".split()
+EDM2 = """version errors extras files arguments names download pickled pickled_arrays archive pictures backends ahead
+image_files dataset_zip dataset_writer conversion latent_statistics latents data inspection vae layers network weights
+folding guidance graphs denoisers loss presets phema frechet distributed encoding sharding optimizer sampler summary config
+diagnostics step prefetch generate held_out interruption stats calibration snapshot piecewise official published networks
+reconstruction model_folder checkpoint inputs averages features references inception dinov2 metrics samples measuring sweep
+info preview tensorboard trainer training pipeline""".split()
 
 
 def imports(path: Path) -> set[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edm2.averages import RunAverages
-from edm2.cli import common
+from edm2.cli import commands
 from edm2.cli.main import main
 from edm2.measuring import HEARD, measure_images, open_metric
 from edm2.metrics import FrechetDistance, open_labelled
@@ -68,12 +68,12 @@ class TestErrors:
     def test_of_all_the_first_tells_at_once(self, monkeypatch, args):
         """The others wait to be ended, and tell it if they are not."""
         waited = []
-        monkeypatch.setattr(common.time, "sleep", waited.append)
+        monkeypatch.setattr(commands.time, "sleep", waited.append)
         lines = []
         for rank in "01":
             monkeypatch.setenv("RANK", rank)
             lines.append(refused(main, *args))
-        assert lines[0] == lines[1] and waited == [common.LATER]
+        assert lines[0] == lines[1] and waited == [commands.LATER]
 
 
 class TestSweep:

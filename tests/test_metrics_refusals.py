@@ -7,7 +7,7 @@ import pytest
 
 import edm2
 from edm2.cli.main import main
-from edm2.image_files import write_zip
+from edm2.dataset_zip import write_zip
 from edm2.latents import LatentEncoder, RGBEncoder
 from tests.command_lines import refused
 from tests.conftest import tiny_net

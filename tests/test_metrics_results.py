@@ -10,7 +10,7 @@ import edm2
 from edm2.cli import metrics, metrics_gen
 from edm2.cli.main import main
 from edm2.data import ImageDataset
-from edm2.image_files import write_zip
+from edm2.dataset_zip import write_zip
 from edm2.measuring import open_measures
 from edm2.metrics import FrechetDistance
 from edm2.references import Reference, read_reference, write_reference

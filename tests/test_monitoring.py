@@ -12,10 +12,10 @@ import torch
 import edm2
 from edm2 import held_out, preview
 from edm2.data import ArrayDataset, ImageDataset
+from edm2.dataset_zip import write_zip
 from edm2.diagnostics import NoiseLevels
 from edm2.distributed import Processes
 from edm2.held_out import HeldOut
-from edm2.image_files import write_zip
 from edm2.latents import RGBEncoder
 from edm2.pictures import read_png
 from edm2.stats import read_stats

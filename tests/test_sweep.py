@@ -17,9 +17,9 @@ from edm2.averages import RunAverages
 from edm2.cli import sweep as command
 from edm2.cli.main import main
 from edm2.data import ImageDataset
+from edm2.dataset_zip import write_zip
 from edm2.features import SmallClassifier, SmallFeatures
 from edm2.frechet import Gaussian, frechet_distance
-from edm2.image_files import write_zip
 from edm2.latents import LatentEncoder
 from edm2.metrics import FrechetDistance, open_labelled
 from edm2.sweep import EVERYWHERE, Point, Result, Sweep, grid, ranges, run_guide, self_guide

@@ -12,14 +12,13 @@ import torch
 import edm2
 from edm2.checkpoint import load_newest_checkpoint
 from edm2.config import TrainingConfig
+from edm2.dataset_zip import write_zip
 from edm2.distributed import Processes
-from edm2.image_files import write_zip
-from edm2.latents import RAW_STATISTICS
 from edm2.names import kimg_name
 from edm2.stats import NonfiniteGuard, read_stats
 from edm2.trainer import Draws, Trainer
 from tests.conftest import relative_error
-from tests.run_files import equal, names
+from tests.run_files import equal, names, run_steps
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -99,14 +98,6 @@ def test_another_runs_folder_is_refused(config):
         edm2.train(replace(config, lr=0.01, seed=1))
     assert {path: path.read_bytes() for path in Path(config.outdir).iterdir()} == before
     edm2.train(replace(config, batch_gpu=8, status=64, workers=1))  # none of these changes the steps
-
-
-def run_steps(config, steps=3):
-    trainer = Trainer(config, Processes(0, 1, CPU))
-    trainer.start()
-    for _ in range(steps):
-        trainer.step()
-    return trainer
 
 
 def test_the_optimizer_prepares_the_weights_of_the_run(config):
@@ -220,62 +211,6 @@ def test_training_learns(config):
     trainer.start()
     losses = [trainer.step().item() / 128 for _ in range(80)]
     assert np.mean(losses[:5]) > 1.5 and np.mean(losses[-10:]) < 1.0
-
-
-class TestLatents:
-    @pytest.fixture()
-    def latents(self, config, tmp_path):
-        """Standard deviations larger than the means, so that the draws of the latents matter."""
-        folder, rng = tmp_path / "latents", np.random.RandomState(0)
-        folder.mkdir()
-        for i in range(4):
-            np.save(folder / f"{i}.npy", np.concatenate([rng.randn(4, 8, 8), np.full((4, 8, 8), 5)]).astype(np.float32))
-        return replace(config, data=str(folder), cond=False, batch=8, duration=16, status=8, snapshot=8, checkpoint=8)
-
-    def test_drawn_afresh_at_each_visit(self, latents):
-        trainer = run_steps(latents, steps=1)
-        assert trainer.image_shape == (4, 8, 8) and trainer.net.label_dim == 0
-        first = Draws.of_step(trainer, 8).normal
-        trainer.step()
-        assert relative_error(Draws.of_step(trainer, 8).normal, first) > 0.1
-
-    def test_accumulation_changes_nothing(self, latents):
-        whole, parts = run_steps(latents), run_steps(replace(latents, batch_gpu=2))
-        for (name, a), b in zip(whole.net.named_parameters(), parts.net.parameters()):
-            assert relative_error(a, b) < 1e-4, name
-
-    def test_draws_belong_to_image_numbers(self, latents):
-        whole = Draws.of_step(Trainer(latents, Processes(0, 1, CPU)), 8).normal
-        parts = [Draws.of_step(Trainer(latents, Processes(rank, 2, CPU)), 4).normal for rank in (0, 1)]
-        torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=0)
-
-    def test_their_pixel_range_is_recorded(self, latents):
-        """In the options, which keep another out, and in the encoder of every snapshot."""
-        corrected = replace(latents, pixel_range=(-1, 1))
-        trainer = edm2.train(corrected)
-        assert trainer.encoder.raw_std == RAW_STATISTICS[-1, 1][1]
-        snapshots = list(Path(latents.outdir).glob("network-snapshot-*"))
-        assert snapshots and all(edm2.load_snapshot(path).encoder.config() == trainer.encoder.config() for path in snapshots)
-        edm2.train(replace(corrected, duration=24))
-        with pytest.raises(edm2.UserError, match=r"pixel_range: \[-1, 1\] there, None here"):
-            edm2.train(latents)
-
-    def test_runs_that_do_not_record_it_had_the_official_one(self, latents):
-        edm2.train(latents)
-        path = Path(latents.outdir) / "training_options.json"
-        options = json.loads(path.read_text())
-        assert options.pop("pixel_range") is None
-        path.write_text(json.dumps(options))
-        with pytest.raises(edm2.UserError, match=r"pixel_range: None there, \[-1, 1\] here"):
-            edm2.train(replace(latents, pixel_range=(-1, 1)))
-        assert edm2.train(options | {"duration": 24}).nimg == 24
-        path.write_text(json.dumps(options | {"pixel_range": [0, 1]}))  # as it was recorded once
-        assert edm2.train(options | {"duration": 32}).nimg == 32
-
-    def test_damaged_latents_stop_the_run(self, latents):
-        np.save(Path(latents.data) / "2.npy", np.full((8, 8, 8), np.nan, np.float32))
-        with pytest.raises(edm2.UserError, match="the loss is nan after 8 images"):
-            edm2.train(latents)
 
 
 def test_every_option_reaches_its_place(config, monkeypatch):

@@ -11,8 +11,8 @@ import torch
 import edm2
 from edm2 import step, trainer
 from edm2.data import ArrayDataset
+from edm2.dataset_zip import write_zip
 from edm2.distributed import Processes
-from edm2.image_files import write_zip
 from edm2.stats import read_stats
 from edm2.trainer import Trainer
 from tests.conftest import relative_error

@@ -6,7 +6,8 @@ import click
 import numpy as np
 
 from edm2.calibration import Calibration, calibrate
-from edm2.cli.common import Float, figure_class, save_figure
+from edm2.cli.figures import figure_class, save_figure
+from edm2.cli.parameters import Float
 from edm2.stats import read_stats
 
 

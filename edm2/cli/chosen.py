@@ -6,6 +6,7 @@ import click
 import torch
 from torch import nn
 
+from edm2.cli.parameters import Interval
 from edm2.distributed import is_first
 from edm2.errors import UserError
 from edm2.folding import fold
@@ -17,6 +18,14 @@ from edm2.official import LICENCE
 from edm2.published import Published, published_files
 from edm2.snapshot import Snapshot
 from edm2.vae import load_vae
+
+preset_option = click.option(
+    "--preset", metavar="NAME", help="A published choice of --net, --gnet and --guidance, e.g. edm2-img512-s-guid-fid."
+)
+guidance_interval_option = click.option(
+    "--guidance-interval", type=Interval(), default="0,inf", show_default=True,
+    help="Guide where LO < sigma <= HI; a bound within 1.5 % of a step's sigma means that one.",
+)  # fmt: skip
 
 
 def choose_files(preset: str | None, networks: Path, net: str | None, gnet: str | None, guidance: float | None) -> Published:

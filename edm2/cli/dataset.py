@@ -12,13 +12,14 @@ import numpy as np
 from tqdm import tqdm
 
 from edm2.backends import keep_freed_memory
-from edm2.cli.common import Resolution
+from edm2.cli.parameters import Resolution
 from edm2.conversion import TRANSFORMS, convert_dataset
 from edm2.data import ImageDataset
+from edm2.dataset_zip import write_zip
 from edm2.errors import UserError
 from edm2.extras import optional_imports
 from edm2.files import make_folder
-from edm2.image_files import ImageFiles, write_zip
+from edm2.image_files import ImageFiles
 from edm2.inspection import faults
 from edm2.latent_statistics import latent_statistics
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 
 from edm2.backends import full_precision
-from edm2.cli.common import PixelRange
 from edm2.cli.dataset import dataset, refuse_existing, resumable_bar
+from edm2.cli.parameters import PixelRange
 from edm2.data import latent_facts
 from edm2.distributed import Processes, processes
 from edm2.encoding import decode_dataset, encode_dataset

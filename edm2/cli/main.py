@@ -3,7 +3,7 @@
 import click
 
 from edm2.cli.calibrate import calibrate_run
-from edm2.cli.common import Group
+from edm2.cli.commands import Group
 from edm2.cli.info import info
 from edm2.cli.latents import dataset
 from edm2.cli.metrics import metrics

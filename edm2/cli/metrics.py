@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from edm2.backends import full_precision
-from edm2.cli.common import ImageCount, IntList, Names
 from edm2.cli.dataset import refuse_existing
 from edm2.cli.metrics_gen import gen
+from edm2.cli.parameters import ImageCount, IntList, Names
 from edm2.cli.results import Results, note_programs
 from edm2.data import ImageDataset
 from edm2.distributed import is_first, processes

@@ -9,8 +9,9 @@ import click
 
 from edm2.backends import full_precision
 from edm2.cli.candidates import Candidate, Choice, candidates
-from edm2.cli.common import Float, FloatList, ImageCount, Interval, IntList, Names
+from edm2.cli.chosen import guidance_interval_option, preset_option
 from edm2.cli.metrics_plan import plan
+from edm2.cli.parameters import Float, FloatList, ImageCount, IntList, Names
 from edm2.cli.planned import tell
 from edm2.cli.results import Results, note_programs
 from edm2.distributed import is_first, processes
@@ -31,12 +32,11 @@ from edm2.sweep import EVERYWHERE
               help="Guide; of a run the average of the same sigma_rel.  "
               "[default: none, or NET itself if trained with --label-dropout]")  # fmt: skip
 @click.option("--gnet-kimg", type=Float(above=0), help="The same as --kimg, in the guide's.  [default: the last]")
-@click.option("--preset", metavar="NAME", help="A published choice of --net, --gnet and --guidance, e.g. edm2-img512-s-guid-fid.")
+@preset_option
 @click.option("--networks", metavar="DIR", default=CACHE, show_default=True,
               help="Where networks and references are kept that are given by preset or address, and the weights of fid and fd_dinov2.")
 @click.option("--guidance", type=Float(), help="Guidance strength; 1 = off.  [default: 1, or the preset's]")
-@click.option("--guidance-interval", type=Interval(), default="0,inf", show_default=True,
-              help="Guide where LO < sigma <= HI; a bound within 1.5 % of a step's sigma means that one.")  # fmt: skip
+@guidance_interval_option
 @click.option("--ref", metavar="FILE|URL", required=True, help="Reference statistics: of `ref`, or of the official release.")
 @click.option("--metrics", "names", type=Names(), help="Which.  [default: those of REF, but for features of your own]")
 @click.option("--num", type=ImageCount(), default=50000, show_default=True, help="Images of a run.")

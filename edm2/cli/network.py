@@ -4,7 +4,7 @@
 import click
 import torch
 
-from edm2.cli.common import Float
+from edm2.cli.parameters import Float
 from edm2.cli.planned import tell, where
 from edm2.download import is_url, place
 from edm2.errors import UserError

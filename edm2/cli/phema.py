@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from click.core import ParameterSource
 
-from edm2.cli.common import Float, FloatList, Group, ImageCount, figure_class, save_figure
+from edm2.cli.commands import Group
+from edm2.cli.figures import figure_class, save_figure
+from edm2.cli.parameters import Float, FloatList, ImageCount
 from edm2.download import is_url
 from edm2.errors import UserError
 from edm2.files import user_path

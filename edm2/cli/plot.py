@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from edm2.cli.common import figure_class, save_figure
+from edm2.cli.figures import figure_class, save_figure
 from edm2.errors import UserError
 from edm2.stats import read_stats
 

@@ -11,7 +11,8 @@ from tqdm import tqdm
 from edm2.averages import RunAverages
 from edm2.backends import full_precision
 from edm2.checkpoint import OPTIONS
-from edm2.cli.common import Float, FloatList, Interval, IntList, figure_class, save_figure
+from edm2.cli.figures import figure_class, save_figure
+from edm2.cli.parameters import Float, FloatList, Interval, IntList
 from edm2.cli.results import note_programs
 from edm2.data import ImageDataset
 from edm2.distributed import is_first, processes

@@ -1,50 +1,13 @@
-"""What the command lines share: one-line errors, and the notations of the official release's options."""
+"""Types of options: the notations of the official release's command lines, and numbers in their range."""
 
 import math
 import re
-import time
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import click
 
-from edm2.distributed import is_first
-from edm2.errors import UserError
-from edm2.extras import optional_imports
-from edm2.files import replacing
 from edm2.presets import Ki, Mi
-
-LATER = 5.0  # seconds
-
-
-class _OneLineErrors:
-    """Prints a UserError as `Error: …`, exit code 1, without a traceback. What all processes meet is printed once; see `_wait`."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UserError as e:
-            _wait()
-            raise click.ClickException(" ".join(str(e).split())) from e
-        except click.ClickException:
-            _wait()
-            raise
-
-
-def _wait() -> None:
-    """In all processes but the first. If that has met the error, too, it ends, and `torchrun` ends the others while they wait; if they
-    alone know of it, or nobody ends them, they tell it then: nothing is lost."""
-    if not is_first():
-        time.sleep(LATER)
-
-
-class Command(_OneLineErrors, click.Command):
-    pass
-
-
-class Group(_OneLineErrors, click.Group):
-    pass
 
 
 class ImageCount(click.ParamType):
@@ -212,19 +175,3 @@ class Names(click.ParamType):
         if not all(names):
             self.fail(f"'{value}' is no list of names; write fid or fid,fd_dinov2", param, ctx)
         return list(dict.fromkeys(names))
-
-
-def figure_class() -> Any:
-    """Matplotlib's. UserError without it."""
-    with optional_imports("plots need matplotlib", "plot"):
-        from matplotlib.figure import Figure
-    return Figure
-
-
-def save_figure(figure: Any, out: Path) -> None:
-    """UserError where it cannot be written; what is there then stays."""
-    with replacing(out) as temporary:
-        try:
-            figure.savefig(temporary, format=out.suffix[1:] or "png")
-        except ValueError as e:  # for a suffix that it does not know
-            raise UserError(f"cannot write {out}: {e}") from e

@@ -1,0 +1,40 @@
+"""Commands and groups of them whose errors are one line."""
+
+import time
+from typing import Any
+
+import click
+
+from edm2.distributed import is_first
+from edm2.errors import UserError
+
+LATER = 5.0  # seconds
+
+
+class _OneLineErrors:
+    """Prints a UserError as `Error: …`, exit code 1, without a traceback. What all processes meet is printed once; see `_wait`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as e:
+            _wait()
+            raise click.ClickException(" ".join(str(e).split())) from e
+        except click.ClickException:
+            _wait()
+            raise
+
+
+def _wait() -> None:
+    """In all processes but the first. If that has met the error, too, it ends, and `torchrun` ends the others while they wait; if they
+    alone know of it, or nobody ends them, they tell it then: nothing is lost."""
+    if not is_first():
+        time.sleep(LATER)
+
+
+class Command(_OneLineErrors, click.Command):
+    pass
+
+
+class Group(_OneLineErrors, click.Group):
+    pass
