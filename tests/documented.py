@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -34,14 +34,15 @@ NOT_RUN = {
     r"^python -m (bench|tests) ?": "takes minutes, or needs a GPU; it has tests of its own",
     r"…": "is abbreviated",
 }
-PYTHON_NOT_RUN = {"README": "shows what there is, in pieces"}
 
 
 @dataclass(frozen=True)
 class Page:
-    """How a page is run. Every change must apply to one of its commands, everything in `dry` be in one, once or more."""
+    """How a page is run. Every change must apply to one of its commands, or of its blocks of Python, everything in `dry` be in a
+    command, once or more."""
 
     changes: tuple[tuple[str, str], ...] = ()
+    python: tuple[tuple[str, str], ...] = ()
     dry: tuple[str, ...] = ()
     files: Callable[[Path, Path], None] = lambda folder, run: None
 
@@ -76,10 +77,15 @@ def not_run(command: str) -> str | None:
     return next((pattern for pattern in NOT_RUN if re.search(pattern, command)), None)
 
 
+def changed(text: str, changes: Iterable[tuple[str, str]]) -> str:
+    for old, new in changes:
+        text = text.replace(old, new)
+    return text
+
+
 def shortened(page: Page, command: str) -> list[str]:
     """Its words, as they run here."""
-    for old, new in page.changes:
-        command = command.replace(old, new)
+    command = changed(command, page.changes)
     return shlex.split(command) + ["--dry-run"] * any(part in command for part in page.dry)
 
 
@@ -93,6 +99,7 @@ def readme_files(folder: Path, run: Path) -> None:
     """Also a run, a few images and latents of the published sizes, networks as they would be after training and import, and some
     reference."""
     network_files(folder, run)
+    shutil.copy(folder / "NET", folder / "network-snapshot-0000115.200-0.100.safetensors")
     shutil.copytree(run, folder / "out" / "run")
     images = {f"{i}.png": encode(pixels(i, 64, 64, 3)) for i in range(2)}
     for name in ("data.zip", "mine.zip"):
@@ -151,6 +158,11 @@ def run_files(folder: Path, run: Path) -> None:
     shutil.copytree(run, folder / "out" / "run")
 
 
+ARRAYS = """
+from edm2.cli.dataset import load_digits
+images, labels = load_digits()
+images, x, c = images[:, None], torch.randn(2, 3, 64, 64), torch.eye(1000)[:2]
+"""
 PAGES = {
     "training": Page(
         changes=(
@@ -171,6 +183,15 @@ PAGES = {
     ),
     "README": Page(
         changes=(("--steps=18", "--steps=2"), ("--std=0.05,0.10,0.15,0.20", "--std=0.05,0.20 --seeds=0-9 --steps=2")),
+        python=(
+            ("snapshot = ", f"{ARRAYS}\nsnapshot = "),
+            ("num_steps=18", "num_steps=2"),
+            ("seeds=range(100)", "seeds=range(3)"),
+            ('"cuda"', '"cpu"'),
+            ("num_inference_steps=18", "num_inference_steps=2"),
+            ("duration=64 * 500", "channels=16, samples=0, duration=64 * 2"),
+            ('"edm2-img64-s", img', '"edm2-img64-s", model_channels=64, img'),
+        ),
         dry=("img512-sd.zip", "network-snapshot-2147483", "data.zip --preset=edm2", "mine.zip", "import edm2-img512", "--ref=img512.npz"),
         files=readme_files,
     ),
