@@ -177,6 +177,16 @@ def guide(tmp_path):
 
 
 @pytest.fixture()
+def root(tmp_path):
+    """A project with nothing but a README that has a place for the tables of benchmarks, and a folder for results."""
+    from bench.report import BEGIN, END
+
+    (tmp_path / "README.md").write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.fixture()
 def config(tmp_path, digits_zip) -> "TrainingConfig":
     """A run of eight steps of 16 images; the learning rate is high from the start, so that an error in it shows."""
     from edm2.config import TrainingConfig

@@ -1,125 +1,21 @@
 """README, docs and plots hold the figures of bench/results, all of them and no others."""
 
 import json
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
-from PIL import Image
 
 from bench import counted, gpu, training_goals
 from bench.__main__ import main
 from bench.case import OWN_COMPILED
 from bench.convs import LIBRARY, conv_shapes, row
 from bench.fused import FUSIONS, fused_name, parts, sites
-from bench.plots import _means, plan
-from bench.report import BEGIN, END, differences, load, update
+from bench.report import BEGIN, differences, update
 from edm2.errors import UserError
+from tests.made_results import all_results, case, kernels, measured, pictures, store, train
 
 ROOT = Path(__file__).parent.parent
-CEILINGS = {"TFLOP/s": 700.0, "GB/s": 4000.0}
-
-
-def measured(seconds: float, **facts) -> dict:
-    return {"error": 0.0, "tolerance": 0.02, "median": seconds, "low": seconds * 0.98, "high": seconds * 1.03, "runs": 20, **facts}
-
-
-def case(name: str, candidates: dict, flops: float = 0.0, bytes: float = 0.0, **facts) -> dict:
-    """As `bench.runner` writes it, for an NVIDIA H200."""
-    machine = {"device": "cuda", "name": "NVIDIA H200", "driver_version": "570.1", "torch": "2.13.0", "triton": "3.6.0", "commit": "abc"}
-    for candidate in candidates.values():
-        for unit, amount in (("TFLOP/s", flops / 1e12), ("GB/s", bytes / 1e9)):
-            if amount and "median" in candidate:
-                rate = amount / candidate["median"]
-                candidate |= {unit: rate, f"share of {unit}": rate / CEILINGS[unit]}
-        if "batch" in facts and "median" in candidate:
-            candidate["images/s"] = facts["batch"] / candidate["median"]
-    head = {"case": name, "group": name.split("/")[0], **facts, "flops": flops, "bytes": bytes}
-    return head | {"candidates": candidates, "machine": machine, "ceilings": CEILINGS}
-
-
-def train(size: str, batch: int, times: dict[str, float | None], mode: str | None = None) -> dict:
-    """Milliseconds of each candidate, None for one that ran out of memory."""
-    candidates = {}
-    for name, ms in times.items():
-        shares = {"data": 0.02, "forward": 0.3, "backward": 0.58, "optimizer": 0.1}
-        parts = {phase: share * ms / 1e3 for phase, share in shares.items()} if ms else {}
-        oom = {"error": 0.0, "tolerance": 0.02, "failure": "CUDA out of memory. Tried to allocate 2.00 GiB | GPU 0 has 139 GiB."}
-        candidates[name] = measured(ms / 1e3, parts=parts, peak_memory=30 * 2**30, MFU=0.2) if ms else oom
-    preset = f"edm2-img512-{size}"
-    name = "/".join(["train", preset, f"n{batch}", *([mode] if mode else [])])
-    return case(name, candidates, flops=1e14, preset=preset, batch=batch, **({"mode": mode} if mode else {}))
-
-
-def kernels() -> list[dict]:
-    """Some hundred, as many as one run measures; one fails."""
-    found = [case("kernels/copy", {"copy": measured(5e-4)}, bytes=2e9)]
-    found.append(case("kernels/gemm/square", {"cuBLAS": measured(1.6e-3)}, 1.1e12, 4e8))
-    for n in (256, 8):
-        for res, c in ((64, 192), (32, 384), (16, 576), (8, 768)):
-            for k in (3, 1):
-                shape, flops, traffic = f"n{n}-{res}x{res}-{c}-{c}", 2.0 * n * res**2 * c * c * k * k, 4.0 * (n * res**2 * c)
-                least = flops / min(700e12, flops / traffic * 4e12)  # seconds at the roof
-                for i, kind in enumerate(("forward", "dgrad", "wgrad")):
-                    times = {"cuDNN": measured(least / (0.8 - 0.2 * i)), "edm2": measured(least / (0.25 + 0.01 * res + n / 5120))}
-                    found.append(case(f"kernels/conv{k}x{k}/{kind}/{shape}", times, flops, traffic))
-                found.append(case(f"kernels/gemm/as-conv{k}x{k}/{shape}", {"cuBLAS": measured(flops / 650e12)}, flops, traffic))
-    for backward, name in enumerate(("forward", "backward")):
-        times = {"eager": measured(3e-3), "compile": measured(1e-3), "edm2": measured(4e-4 * (1 + backward))}
-        found.append(case(f"kernels/cosine_attention/{name}/n256-256x9", times, 4e10, 3e8))
-        times = {"eager": measured(2e-3), "compile": measured(9e-4), "edm2": measured(8e-4)}
-        found += [case(f"kernels/cat_silu/{name}/n256-{shape}", times, 0.0, 2.4e9) for shape in ("64x64-384-192", "32x32-384-384")]
-    found.append(case("kernels/attention/n256-256x9", {"SDPA": measured(1e-3)}, 2e11, 3e8))
-    return [*found, case("kernels/attention/n8-64x12", {"SDPA": {"failure": "no kernel | image"}}, 1e9, 1e7)]
-
-
-def equivalence(losses: dict[str, list[float | None]], **facts) -> dict:
-    """Losses of each step by candidate, of which the last is the mean over the last; `facts` of this project."""
-    candidates = {name: {"error": 0.0, "tolerance": 0.005, "loss": own[-1], "losses": own} for name, own in losses.items()}
-    candidates["edm2"] |= facts
-    size = {"preset": "edm2-img512-xxs", "batch": 32, "steps": 2, "last": 1, "dtype": "float16"}
-    return case("equivalence/edm2-img512-xxs/n32", candidates, **size)
-
-
-def all_results() -> list[dict]:
-    names = "eager", "eager channels-last", "compile", "edm2"
-    times = {"xs": (500, 400, 300, 250), "s": (1000, 800, 650, 500), "m": (None, 1500, 1300, 900), "xl": (4000, 3500, None, 2100)}
-    training = [train(size, 256, dict(zip(names, own))) for size, own in times.items()]
-    training += [train("s", 64, dict(zip(names, (260, 220, 180, 130)))), train("m", 64, dict(zip(names, (500, 420, 350, 240))))]
-    training += [train("s", 256, {"eager channels-last": 810, "compile max-autotune": 600}, "max-autotune")]
-    size = {"preset": "edm2-img512-s", "batch": 8}
-    others = [
-        case("sample/edm2-img512-s/n8", {"eager": measured(0.04), "edm2": measured(0.016)}, 1e12, **size),
-        case("data/latents/n256", {"edm2": measured(0.05)}, batch=256),
-        case("difference/edm2-img512-s/n64", {"eager": measured(3, error=1e-3), "edm2": measured(2, error=8e-4)}, **size),
-        equivalence({"eager": [1.0, 0.5], "edm2": [1.0, 0.501]}, error=0.002),
-        case("block/edm2-img512-s/64x64/n8", {"eager": measured(0.01), "edm2": measured(0.005)}, **size),
-        case("optimizer/edm2-img512-s", {"eager": measured(0.02), "edm2": measured(0.005)}, bytes=1.3e10, preset="edm2-img512-s"),
-    ]
-    return training + others + kernels()
-
-
-@pytest.fixture
-def root(tmp_path):
-    (tmp_path / "README.md").write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
-    (tmp_path / "bench" / "results").mkdir(parents=True)
-    return tmp_path
-
-
-def store(root: Path, cases: list[dict], machine: str = "nvidia-h200") -> Path:
-    folder = root / "bench" / "results" / machine
-    folder.mkdir(exist_ok=True)
-    for result in cases:
-        (folder / f"{result['case'].replace('/', '_')}.json").write_text(json.dumps(result))
-    return folder
-
-
-def pictures(root: Path) -> set[str]:
-    return {path.stem for path in (root / "docs" / "bench").rglob("*.png")}
-
-
 def test_readme_and_docs_hold_the_measured_figures():
     assert differences(ROOT) == ""
 
@@ -385,84 +281,6 @@ class TestLedger:
         (counted_root / "bench" / "results" / "ledger.json").write_text("[")
         with pytest.raises(UserError, match="count-ledger"):
             update(counted_root)
-
-
-class TestPlots:
-    def test_what_is_shown(self, root):
-        """Best batches; of each preset the phases at the batch that most candidates managed; kernels by op."""
-        store(root, all_results())
-        (machine,) = load(root / "bench" / "results")
-        shown = plan(machine.merged)
-        assert shown["speedup"]["img512-s"]["edm2"] == pytest.approx(2) and shown["speedup"]["img512-m"]["edm2"] == pytest.approx(20 / 9)
-        assert "compile" not in shown["speedup"]["img512-xl"]
-        panels = shown["steps"]
-        assert list(panels) == [f"edm2-img512-{x}" for x in ("xs, batch 256", "s, batch 256", "m, batch 64", "xl, batch 256")]
-        assert list(panels["edm2-img512-s, batch 256"])[2:] == ["compile", "compile max-autotune", "edm2"]
-        assert panels["edm2-img512-s, batch 256"]["edm2"] == pytest.approx({"data": 10, "forward": 150, "backward": 290, "optimizer": 50})
-        assert shown["roofline"]["roof"] == CEILINGS and len(shown["roofline"]["points"]) == 16 * 7 + 2 + 2 * 3
-        streams = shown["roofline"]["streams"]
-        assert len(streams) == 2 * 2 * 3 and ("cat_silu/forward", "edm2", pytest.approx(3000)) in streams
-        assert ("gemm", "cuBLAS", 2750, pytest.approx(687.5)) in shown["roofline"]["points"]
-        assert shown["equivalence"] == {"edm2-img512-xxs, batch 32": {"eager": [1.0, 0.5], "edm2": [1.0, 0.501]}}
-
-    def test_drawn_and_shown(self, root):
-        store(root, all_results())
-        update(root)
-        assert pictures(root) == {"speedup", "roofline", "steps", "equivalence"}
-        for path in (root / "docs" / "bench" / "nvidia-h200").iterdir():
-            with Image.open(path) as image:
-                assert min(image.size) > 300 and len(image.convert("RGB").getcolors(2**24)) > 50
-            assert f"(docs/bench/nvidia-h200/{path.name})" in (root / "README.md").read_text()
-            assert f"(nvidia-h200/{path.name})" in (root / "docs" / "bench" / "nvidia-h200.md").read_text()
-
-    @pytest.mark.parametrize(
-        ("groups", "expected"),
-        [
-            ({"train"}, {"speedup", "steps"}),
-            ({"kernels"}, {"roofline"}),
-            ({"equivalence"}, {"equivalence"}),
-            ({"sample", "optimizer", "block"}, set()),
-        ],
-    )
-    def test_only_what_was_measured(self, root, groups, expected):
-        store(root, [result for result in all_results() if result["group"] in groups])
-        update(root)
-        assert pictures(root) == expected
-        assert (root / "README.md").read_text().count("![") == len(expected)
-
-    def test_no_roof_no_roofline(self, root):
-        store(root, [result | {"ceilings": {}} for result in kernels()])
-        update(root)
-        assert pictures(root) == set()
-
-    def test_leftovers_are_removed(self, root):
-        folder = store(root, all_results())
-        store(root, kernels(), "nvidia-h100")
-        update(root)
-        for path in (*folder.glob("kernels_*"), *(root / "bench" / "results" / "nvidia-h100").iterdir()):
-            path.unlink()
-        assert "docs/bench/nvidia-h100.md: outdated" in differences(root)
-        update(root)
-        pngs = {"speedup.png", "steps.png", "equivalence.png"}
-        assert {path.name for path in (root / "docs" / "bench").rglob("*.*")} == {"nvidia-h200.md", *pngs}
-        assert "roofline" not in (root / "README.md").read_text()
-
-    def test_without_matplotlib(self, root, monkeypatch):
-        """The tables are written, and no picture shows figures of another day."""
-        store(root, all_results())
-        update(root)
-        store(root, [train("s", 256, {"eager": 1000, "edm2": 400})])
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(UserError, match=r"pip install -e \.\[plot\]"):
-            update(root)
-        text = (root / "README.md").read_text()
-        assert "640 images/s" in text and pictures(root) == {"roofline", "equivalence"} and text.count("![") == 2
-
-    def test_curves(self):
-        """Means of steps, at the last of them; what is not finite leaves a gap."""
-        steps, means = _means([*[1.0] * 10, *[2.0] * 9, None, *[4.0] * 10, 5.0])
-        assert steps.tolist() == [10, 20, 30] and means.tolist()[::2] == [1, 4] and np.isnan(means[1])
-        assert [x.tolist() for x in _means([1.0, 3.0])] == [[2], [2]]
 
 
 class TestCheck:
