@@ -1,5 +1,6 @@
 """Files that appear only when they are complete."""
 
+import fcntl
 import hashlib
 import os
 import re
@@ -34,6 +35,18 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise UserError(f"cannot write {path}: {e.strerror or e}") from e
     finally:
         _remove(temporary)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Of several processes that want to change what is in `folder`, one at a time is within; where the file system has no locks, all."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def user_path(path: str | Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from edm2.cli import metrics, metrics_gen
 from edm2.cli.main import main
 from edm2.data import ImageDataset
 from edm2.dataset_zip import write_zip
+from edm2.files import locked
 from edm2.measuring import open_measures
 from edm2.metrics import FrechetDistance
 from edm2.references import Reference, read_reference, write_reference
@@ -73,6 +75,32 @@ class TestKept:
         before = (tmp_path / "out.json").read_bytes()
         assert told(*gen, "--runs=3").count("already") == 3 and len(measured) == 1
         assert (tmp_path / "out.json").read_bytes() == before
+
+    def test_several_commands_at_a_time(self, gen, tmp_path, monkeypatch):
+        """On a GPU each: a second one begins and ends while the first measures; a third waits for one that writes."""
+        own, within = metrics_gen.measure_network, []
+
+        def meanwhile(*args, **options):
+            if not within:
+                within.append(1)
+                told(*gen, "--seed=100", "--runs=2")
+            return own(*args, **options)
+
+        def seeds():
+            return [int(run["seeds"].split("-")[0]) for run in read(tmp_path)["runs"]]
+
+        monkeypatch.setattr(metrics_gen, "measure_network", meanwhile)
+        told(*gen, "--runs=2")
+        assert seeds() == [100, 104, 0, 4] and len(read(tmp_path)["summaries"]) == 1
+        with ThreadPoolExecutor(1) as other:
+            with locked(tmp_path):
+                before = read(tmp_path)
+                third = other.submit(told, *gen, "--seed=200")
+                with pytest.raises(TimeoutError):
+                    third.result(2)
+                assert read(tmp_path) == before
+            third.result(20)
+        assert seeds() == [100, 104, 0, 4, 200]
 
     def test_other_facts_are_other_runs(self, gen, tmp_path, measured):
         """They are added, and what was there stays; more runs make one summary of all."""

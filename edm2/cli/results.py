@@ -3,7 +3,8 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tqdm import tqdm
 
 from edm2.distributed import Processes, is_first
 from edm2.errors import UserError
-from edm2.files import check_writable, replacing
+from edm2.files import check_writable, locked, replacing
 from edm2.measuring import Values
 from edm2.metrics import FrechetDistance
 from edm2.references import Reference
@@ -23,8 +24,8 @@ OF_RUNS = "seed", "seeds"  # in which the runs of a summary differ
 
 
 class Results:
-    """Of these measures. The first process tells and writes them, the others nothing. What the file holds stays, and it is written again
-    after each, so that none is lost and a command that was interrupted goes on where it was.
+    """Of these measures. The first process tells and writes them, the others nothing. What the file holds stays, and what other commands
+    add to it meanwhile; it is written again after each, so that none is lost and a command that was interrupted goes on where it was.
 
     UserError if it cannot be written, or is a file of other things: at once.
     """
@@ -70,9 +71,9 @@ class Results:
         if known:
             tqdm.write(f"{name}  {run}:  {tell(known)}  (in {self.out} already)")
         if made:
-            self.runs.append({**facts, **self._of_metrics(list(made)), "metrics": made})
+            with self._changed():
+                self.runs.append({**facts, **self._of_metrics(list(made)), "metrics": made})
             tqdm.write(f"{name}  {run}:  {tell(made)}")
-            self._write()
 
     def summarise(self, name: str) -> None:
         """Minimum, mean and standard deviation of several measurements of what is called `name`."""
@@ -84,14 +85,21 @@ class Results:
         of_metric = {metric: [values[metric] for values in found] for metric in found[0]}
         summary = {metric: {"min": min(x), "mean": statistics.mean(x), "std": statistics.stdev(x)} for metric, x in of_metric.items()}
         facts = {"name": name, **self._facts[name], **self._of_metrics(list(summary))}
-        self.summaries = [each for each in self.summaries if _without(each, ("runs", "metrics")) != facts]
-        self.summaries.append({**facts, "runs": len(found), "metrics": summary})
+        with self._changed():
+            self.summaries = [each for each in self.summaries if _without(each, ("runs", "metrics")) != facts]
+            self.summaries.append({**facts, "runs": len(found), "metrics": summary})
         for metric, x in summary.items():
             tqdm.write(f"{name}  {len(found)} runs:  {metric} min {x['min']:.4f}  mean {x['mean']:.4f}  std {x['std']:.4f}")
-        self._write()
 
-    def _write(self) -> None:
-        if self.out is not None:
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
+        """Runs and summaries, on disk as well, from what is there by now."""
+        if self.out is None:
+            yield
+            return
+        with locked(self.out.parent):
+            self.runs, self.summaries = _read(self.out) or ([], [])
+            yield
             with replacing(self.out) as temporary:
                 temporary.write_text(json.dumps({"runs": self.runs, "summaries": self.summaries}, indent=1) + "\n")
 
