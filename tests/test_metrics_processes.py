@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import click
 import numpy as np
 import pytest
 
@@ -74,6 +75,20 @@ class TestErrors:
             monkeypatch.setenv("RANK", rank)
             lines.append(refused(main, *args))
         assert lines[0] == lines[1] and waited == [commands.LATER]
+
+    @pytest.mark.parametrize(("error", "waits"), [(RuntimeError("Connection closed by peer"), True), (click.exceptions.Exit(3), False)])
+    def test_a_lost_connection_is_not_told_before_its_cause(self, monkeypatch, error, waits):
+        def fail(*_):
+            raise error
+
+        waited = []
+        monkeypatch.setattr(commands.time, "sleep", waited.append)
+        command = commands.Command("name", callback=fail)
+        for rank in "01":
+            monkeypatch.setenv("RANK", rank)
+            result = call(command)
+            assert result.exception is error if waits else result.exit_code == 3
+        assert waited == [commands.LATER] * waits
 
 
 class TestSweep:

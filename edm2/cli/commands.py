@@ -20,7 +20,9 @@ class _OneLineErrors:
         except UserError as e:
             _wait()
             raise click.ClickException(" ".join(str(e).split())) from e
-        except click.ClickException:
+        except (click.Abort, click.exceptions.Exit):
+            raise
+        except (click.ClickException, RuntimeError):  # this, perhaps, of the connection to one that met an error and ended
             _wait()
             raise
 
