@@ -271,6 +271,18 @@ def test_upright(tmp_path):
         np.testing.assert_array_equal(ImageDataset(tmp_path / "a.zip", use_labels=False).image(0).transpose(1, 2, 0), expected)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_large_photographs(tmp_path, monkeypatch, workers, capfd):
+    """Are no attack; what Pillow refuses is named."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    files = {f"{i}.png": encode(pixels(i, 10, 11, 3)) for i in range(3)}
+    run("convert", make(tmp_path / "d", files), tmp_path / "a.zip", f"--workers={workers}")
+    assert len(ImageDataset(tmp_path / "a.zip", use_labels=False)) == 3 and "Warning" not in capfd.readouterr().err
+    make(tmp_path / "d", {"3.png": encode(pixels(0, 10, 21, 3))})
+    with fails("d/3.png: Image size .210 pixels. exceeds limit of 200 pixels"):
+        run("convert", tmp_path / "d", tmp_path / "b.zip", f"--workers={workers}")
+
+
 def test_a_signal_to_all(tmp_path):
     """As a terminal sends it, also to the workers: one line, no traceback, and the command goes on later."""
     source = make(tmp_path / "d.zip", {f"{i:04}.png": encode(pixels(i % 7, 64, 64, 3)) for i in range(3000)})

@@ -3,12 +3,14 @@
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
 import numpy as np
+from PIL import Image
 from tqdm import tqdm
 
 from edm2.backends import keep_freed_memory
@@ -27,6 +29,7 @@ from edm2.latent_statistics import latent_statistics
 @click.group()
 def dataset() -> None:
     """Make datasets for training."""
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of large photographs; of twice as many pixels it is an error
 
 
 @dataset.command(short_help="Write scikit-learn's handwritten digits.")
