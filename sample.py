@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from edm2.backends import full_precision
-from edm2.cli.chosen import choose_encoder, choose_files, choose_sources, guidance_interval_option, load_networks, preset_option
+from edm2.cli.chosen import (
+    choose_encoder,
+    choose_files,
+    choose_sources,
+    guidance_interval_option,
+    load_networks,
+    note_unused,
+    preset_option,
+)
 from edm2.cli.commands import Command
 from edm2.cli.parameters import Float, ImageCount, IntList
 from edm2.cli.planned import SamplingPlan, tell
@@ -68,6 +76,7 @@ def main(
     full_precision()
     check_options(batch, options)
     chosen = preset, user_path(networks), net, gnet, guidance
+    note_unused(gnet, guided=guidance is not None or preset is not None)
     samples = list_samples(seeds, class_idx)
     if dry_run:
         files = choose_sources(*chosen)

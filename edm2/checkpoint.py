@@ -16,6 +16,7 @@ from edm2.names import kimg_name
 
 OPTIONS = "training_options.json"
 ADDED = {"label_dropout": 0.0, "pixel_range": None, "latent_stats": None}  # options that older runs do not record
+LEFTOVERS = f".*.{LEFTOVER}", ".tmp??????"  # of this project; of safetensors, which writes beside what it then replaces
 RUN_FILES = "training-state-*.pt", "network-snapshot-*.safetensors", "stats.jsonl"
 
 
@@ -41,8 +42,9 @@ def drop_old_checkpoints(outdir: Path, keep: int) -> None:
 
 def remove_leftovers(outdir: Path) -> None:
     """Delete what a process that was killed had begun to write."""
-    for path in outdir.glob(f".*.{LEFTOVER}"):
-        path.unlink(missing_ok=True)
+    for pattern in LEFTOVERS:
+        for path in outdir.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def load_newest_checkpoint(outdir: Path) -> dict[str, Any] | None:

@@ -154,8 +154,8 @@ class ImageDataset:
 
 def latent_facts(files: ImageFiles) -> LatentFacts | None:
     """What a dataset tells of its latents; None if nothing. UserError for what makes no sense."""
+    facts = files.latents()
     try:
-        facts = files.latents()
         return None if facts is None else LatentFacts.from_json(facts)
     except ValueError as e:
         raise UserError(f"{files.where('dataset.json')} is malformed in what it tells of latents: {e}") from e

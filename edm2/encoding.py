@@ -39,7 +39,7 @@ def encode_dataset(
     first of those that were there. The bits depend on neither `batch` nor the number of processes. UserError for images that are
     damaged, not RGB, or of different sizes, and where it cannot be written; then nothing stays.
     """
-    labels = files.labels()
+    labels = _labels(files)
     job = ["encode", files.identity(), vae.config(), vae.sha256, str(vae.vae.dtype), vae.device.type, vae.fast]
     with DatasetWriter(dest, "npy", job) if procs.rank == 0 else nullcontext() as writer:
         sums = LatentSums(*(writer and writer.state or ()))
@@ -48,7 +48,7 @@ def encode_dataset(
             writer.add(_npy(latents), sums)
         if writer:
             facts = _facts(vae, sums)
-            writer.finish({"labels": None if labels is None else labels.tolist(), "latents": facts.to_json()})
+            writer.finish({**labels, "latents": facts.to_json()})
 
 
 def decode_dataset(
@@ -63,13 +63,19 @@ def decode_dataset(
 
     As `encode_dataset` otherwise. UserError for files that are no latents of this VAE.
     """
-    labels = files.labels()
+    labels = _labels(files)
     job = ["decode", files.identity(), vae.config(), vae.sha256, str(vae.vae.dtype), vae.device.type, vae.fast]
     with DatasetWriter(dest, "png", job) if procs.rank == 0 else nullcontext() as writer:
         for image in _in_turn(files, partial(_decoded, vae), batch, procs, writer, progress):
             writer.add(encode_png(image))
         if writer:
-            writer.finish({"labels": None if labels is None else labels.tolist()})
+            writer.finish(labels)
+
+
+def _labels(files: ImageFiles) -> dict[str, Any]:
+    """As they were, with the names of the classes."""
+    labels, classes = files.labels(), files.class_names()
+    return {"labels": None if labels is None else labels.tolist()} | ({} if classes is None else {"classes": classes})
 
 
 def _facts(vae: VAEEncoder, sums: LatentSums) -> LatentFacts:

@@ -16,4 +16,5 @@ def check_name(what: str, name: str, known: Collection[str]) -> None:
     """UserError with the nearest names if `name` is not among the known."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        raise UserError(f"unknown {what} '{name}'; {'did you mean' if near else 'choose from'} {', '.join(near or known)}?")
+        advice = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(known)}"
+        raise UserError(f"unknown {what} '{name}'; {advice}")

@@ -34,7 +34,8 @@ class ImageFiles:
     """The image files of a folder (with its sub-folders) or ZIP: `names` sorted, relative to `path`.
 
     Hidden files and files of other kinds are skipped. Safe to fork and to pickle: each process opens the ZIP anew.
-    UserError if the path does not exist, is neither folder nor ZIP, holds no image, or files whose names lead out of it.
+    UserError if the path does not exist, is neither folder nor ZIP, holds no image, files whose names lead out of it, or folders
+    that cannot be read to their end.
     """
 
     def __init__(self, path: str | Path):
@@ -189,6 +190,11 @@ class ImageFiles:
                 yield f"{where}: the label of {name} is {repr(table[name])[:50]}; expected {wanted}, as for all images"
 
 
+    def class_names(self) -> list[str] | None:
+        """Those of the classes, by index, if dataset.json tells them. UserError if it is malformed."""
+        names = self._facts().get("classes") if self.has_json else None
+        return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+
     def latents(self) -> Any:
         """What dataset.json tells of latents, as it stands there; None if nothing. UserError if it is malformed."""
         return self._facts().get("latents") if self.has_json else None
@@ -220,7 +226,18 @@ def _leads_out(name: str) -> bool:
 
 
 def _walk(root: Path) -> Iterator[str]:
-    for folder, _, names in os.walk(root, followlinks=True):
+    """Names of all files below it, also behind links. UserError for a folder that cannot be read, and for a link to one above."""
+
+    def refuse(e: OSError):
+        raise UserError(f"cannot read {e.filename}: {e.strerror}") from e
+
+    above: dict[str, list[os.stat_result]] = {str(root): []}
+    for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
+        parents = [*above.pop(folder), os.stat(folder)]
+        for path in (os.path.join(folder, name) for name in subfolders):
+            if os.path.islink(path) and any(os.path.samestat(os.stat(path), parent) for parent in parents):
+                raise UserError(f"{path} is a link to a folder that it is in; remove it")
+            above[path] = parents
         prefix = Path(folder).relative_to(root).as_posix()
         yield from names if prefix == "." else (f"{prefix}/{name}" for name in names)
 

@@ -11,6 +11,7 @@ from edm2.data import ImageDataset
 from edm2.errors import UserError
 from edm2.files import user_path
 from edm2.image_files import ImageFiles
+from edm2.model_folder import GUIDE, INDEX, NET
 from edm2.networks import is_pickle
 from edm2.official import open_official
 from edm2.references import read_reference
@@ -21,8 +22,8 @@ Facts = dict[str, Any]
 
 
 def describe(path: str | Path) -> Facts:
-    """Facts by name, the first what it is: a snapshot, an official pickle, a training state, the folder of a run, a dataset,
-    statistics of one for metrics.
+    """Facts by name, the first what it is: a snapshot, an official pickle, a training state, the folder of a run or for a model hub, a
+    dataset, statistics of one for metrics.
 
     Tensors are not loaded. UserError for anything else, and for what is damaged.
     """
@@ -32,14 +33,19 @@ def describe(path: str | Path) -> Facts:
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path} is neither a file nor a folder")
     if path.is_dir():
-        return _run(path) if (path / OPTIONS).exists() else _dataset(path)
+        return _run(path) if (path / OPTIONS).exists() else _model_folder(path) if (path / INDEX).exists() else _dataset(path)
     if path.suffix == ".npz":
         return _reference(path)
     if is_pickle(path):
         return _official(path)
     if is_zip(path):
         return _state(path) if is_archive(path) else _dataset(path)
-    return _snapshot(path)
+    try:
+        return _snapshot(path)
+    except UserError as e:
+        if path.suffix == ".safetensors":
+            raise
+        raise UserError(f"{path} is no snapshot, pickle, training state, dataset, or statistics of one") from e
 
 
 def _snapshot(path: Path) -> Facts:
@@ -47,6 +53,16 @@ def _snapshot(path: Path) -> Facts:
     sizes, types = {name: n for name, (n, _) in forms.items()}, {kind for name, (_, kind) in forms.items() if not name.endswith(BUFFERS)}
     facts = {"kind": "network snapshot", **_network(header["config"], sizes, types), "encoder": header["encoder"]}
     return facts | {name: x for name, x in header["meta"].items() if name not in facts}
+
+
+def _model_folder(path: Path) -> Facts:
+    """As `edm2 export` writes it."""
+    try:
+        strength = json.loads((path / INDEX).read_text())["guidance_scale"]
+    except (OSError, LookupError, RecursionError, TypeError, ValueError) as e:
+        raise UserError(f"{path / INDEX} cannot be read ({e})") from e
+    guide = {"guide": GUIDE, "guidance": strength} if (path / GUIDE).exists() else {}
+    return _snapshot(path / NET) | {"kind": "folder for a model hub"} | guide
 
 
 def _form(tensor: Any) -> tuple[int, str]:
@@ -124,12 +140,13 @@ def _listed(names: list[str]) -> str:
 
 
 def _dataset(path: Path) -> Facts:
-    dataset = ImageDataset(path, use_labels=ImageFiles(path).labels() is not None)
+    files = ImageFiles(path)
+    dataset, classes = ImageDataset(path, use_labels=files.labels() is not None), files.class_names()
     channels, height, width = dataset.image_shape
     kind = "latents" if dataset.dtype.kind == "f" else "images"
     told = {} if dataset.latents is None else dataset.latents.to_json()
     return {
         "kind": "dataset", kind: len(dataset), "size": f"{width}x{height}, {channels} channels, {dataset.dtype}",
-        "labels": dataset.label_dim or "none", "first": dataset.names[0], "bytes when decoded": dataset.nbytes,
-        **told,
+        "labels": dataset.label_dim or "none", **({"classes": classes} if classes else {}), "first": dataset.names[0],
+        "bytes when decoded": dataset.nbytes, **told,
     }  # fmt: skip

@@ -13,17 +13,19 @@ from edm2.latent_statistics import LatentStatistics, LatentSums
 from edm2.latents import LatentFacts
 
 
-def faults(path: str | Path, progress: Callable[[int], Any] = lambda files: None) -> Iterator[str]:
-    """A line for each file that cannot be read, is of another size or type than the first readable one, holds numbers that are not
-    finite, or latents whose standard deviations are negative; and for labels, or what is told of latents, that do not fit.
-    `progress` is told of files read. UserError where there is no dataset."""
+def faults(path: str | Path, progress: Callable[[int], Any] = lambda files: None, any_size: bool = False) -> Iterator[str]:
+    """A line for each file that cannot be read, is of another size or type than the first readable one (images may be of `any_size` and
+    grey or in colour if that is set), holds numbers that are not finite, or latents whose standard deviations are negative; and for
+    labels, or what is told of latents, that do not fit. `progress` is told of files read. UserError where there is no dataset."""
     files = ImageFiles(path)
-    yield from files.label_faults()
+    of_labels = list(files.label_faults())
+    yield from of_labels
     told, sums = None, LatentSums()
     try:
         told = latent_facts(files)
     except UserError as e:
-        yield str(e)
+        if str(e) not in of_labels:  # of the same file
+            yield str(e)
     first: tuple[str, tuple[int, ...], np.dtype] | None = None
     for name, image in files.arrays():
         progress(1)
@@ -31,7 +33,7 @@ def faults(path: str | Path, progress: Callable[[int], Any] = lambda files: None
             yield str(image)
             continue
         first = first or (name, image.shape, image.dtype)
-        if (image.shape, image.dtype) != first[1:]:
+        if (image.shape, image.dtype) != first[1:] and not (any_size and image.dtype == first[2] == np.uint8):
             yield f"{files.where(name)} is {image.dtype} {list(image.shape)}, and {first[0]} is {first[2]} {list(first[1])}"
         elif fault := _fault(image):
             yield f"{files.where(name)} has {fault}"

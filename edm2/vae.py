@@ -156,7 +156,7 @@ def _folder(path: str) -> Path:
     """Where the VAE is on this machine, after a download if it is a name."""
     if Path(path).is_dir():
         return Path(path)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+    if Path(path).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
         raise UserError(f"{path} is no folder; --vae takes a folder with {' and '.join(FILES)}, or a name on huggingface.co")
     from huggingface_hub import snapshot_download
 

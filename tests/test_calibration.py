@@ -83,5 +83,5 @@ def test_the_command(tmp_path):
     with open(tmp_path / "stats.jsonl", "a") as file:
         file.write('{"Loss/by_noise_le')  # by a process that was killed
     assert call(main, "calibrate", str(tmp_path)).output.splitlines() == told
-    assert "cannot write" in refused(main, "calibrate", str(tmp_path), f"--out={tmp_path / 'none' / 'a.png'}")
+    assert "cannot create the folder /dev/null" in refused(main, "calibrate", str(tmp_path), "--out=/dev/null/a.png")
     assert "stats.jsonl cannot be read" in refused(main, "calibrate", str(tmp_path / "none"))

@@ -127,8 +127,8 @@ class TestTools:
         keys = "Progress/kimg", "Loss/loss", "Loss/learning_rate"  # all that runs of before told
         lines = [{key: json.loads(line)[key] for key in keys} for line in stats.read_text().splitlines()]
         stats.write_text("\n".join(map(json.dumps, lines)))
-        assert call(tools, "plot", tmp_path / "run", f"--out={tmp_path}/old.png").exit_code == 0
-        with Image.open(tmp_path / "old.png") as image:
+        assert call(tools, "plot", tmp_path / "run", f"--out={tmp_path}/new/old.png").exit_code == 0
+        with Image.open(tmp_path / "new" / "old.png") as image:
             assert image.size == (840, 480)
 
     def test_plot_of_nothing(self, tmp_path):

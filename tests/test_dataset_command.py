@@ -271,6 +271,21 @@ def test_upright(tmp_path):
         np.testing.assert_array_equal(ImageDataset(tmp_path / "a.zip", use_labels=False).image(0).transpose(1, 2, 0), expected)
 
 
+def test_names_of_classes_stay(tmp_path):
+    """And labels are not replaced by folders."""
+    source = make(tmp_path / "d", {f"{c}/{i}.png": encode(pixels(i, 4, 4, 3)) for c in ("katze groß", "hund") for i in range(2)})
+    run("convert", source, tmp_path / "a.zip", "--labels-from-folders")
+    assert "2 classes: hund, katze groß" in run("convert", tmp_path / "a.zip", tmp_path / "b.zip", "--resolution=2")
+    facts = [json.loads(ImageFiles(tmp_path / f"{name}.zip").read("dataset.json")) for name in "ab"]
+    assert facts[0] == facts[1] and facts[0]["classes"] == ["hund", "katze groß"]
+    for there in (tmp_path / "a.zip", make(source, {}, [[f"{c}/{i}.png", 0] for c in ("katze groß", "hund") for i in range(2)])):
+        with fails("--labels-from-folders: .*dataset.json has labels already"):
+            run("convert", there, tmp_path / "c.zip", "--labels-from-folders")
+    make(source, {"dataset.json": json.dumps({"labels": None, "classes": [3]}).encode()})  # of another program's
+    run("convert", source, tmp_path / "c.zip", "--labels-from-folders")
+    assert ImageFiles(source).class_names() is None and ImageFiles(tmp_path / "c.zip").class_names() == facts[0]["classes"]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_large_photographs(tmp_path, monkeypatch, workers, capfd):
     """Are no attack; what Pillow refuses is named."""

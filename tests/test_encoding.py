@@ -16,7 +16,7 @@ from edm2.cli.main import main
 from edm2.config import TrainingConfig
 from edm2.data import ImageDataset
 from edm2.dataset_writer import DatasetWriter
-from edm2.dataset_zip import write_zip
+from edm2.dataset_zip import encode_png, write_zip
 from edm2.encoding import ALONE, decode_dataset, encode_dataset
 from edm2.files import sha256
 from edm2.image_files import ImageFiles
@@ -41,6 +41,20 @@ class TestEncode:
         np.testing.assert_array_equal(latents.images(range(11)), expected)
         np.testing.assert_array_equal(latents.labels(range(11)), images.labels(range(11)))
         assert not np.array_equal(ImageDataset(encoded / "centred.zip").image(0), expected[0])
+
+    def test_names_of_classes_stay(self, encoded, tmp_path):
+        labels, classes = ImageFiles(encoded / "images.zip").labels(), ["a", "b", "c"]
+        with DatasetWriter(tmp_path / "images.zip", "png", []) as writer:
+            for _, image in ImageFiles(encoded / "images.zip").arrays():
+                writer.add(encode_png(image.transpose(1, 2, 0)))
+            writer.finish({"labels": labels.tolist(), "classes": classes})
+        vae = load_vae_to_encode("tiny", path=encoded / "tiny")
+        encode_dataset(ImageFiles(tmp_path / "images.zip"), tmp_path / "latents.zip", vae)
+        decode_dataset(ImageFiles(tmp_path / "latents.zip"), tmp_path / "decoded.zip", vae)
+        for name in ("latents", "decoded"):
+            found = ImageFiles(tmp_path / f"{name}.zip")
+            assert found.class_names() == classes and np.array_equal(found.labels(), labels)
+            assert call(main, "info", f"{tmp_path}/{name}.zip").output.count("a, b, c") == 1
 
     def test_what_is_told(self, encoded):
         for name, pixel_range in (("latents", [0, 1]), ("centred", [-1, 1])):

@@ -257,6 +257,28 @@ def test_names_that_lead_out(tmp_path, name):
     assert ImageFiles(tmp_path / "b.zip").names == ["a.png", "b..png"]
 
 
+def test_folders_are_read_to_their_end(tmp_path, monkeypatch):
+    """Also behind links; one that cannot be is told, and one without an end."""
+    folder = make(tmp_path / "a", {"b/0.png": PNG, "c/d/1.png": PNG})
+    make(tmp_path / "other", {"2.png": PNG})
+    (folder / "c" / "link").symlink_to(tmp_path / "other")
+    (folder / "e").symlink_to(folder / "c")
+    assert ImageFiles(folder).names == ["b/0.png", "c/d/1.png", "c/link/2.png", "e/d/1.png", "e/link/2.png"]
+    own = os.scandir
+
+    def refused(path):
+        if str(path).endswith("c/d"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return own(path)
+
+    with monkeypatch.context() as patch, fails("cannot read .*a/c/d: Permission denied"):
+        patch.setattr(os, "scandir", refused)
+        ImageFiles(folder)
+    (tmp_path / "other" / "back").symlink_to(folder / "c")
+    with fails("a/c/link/back is a link to a folder that it is in"):
+        ImageFiles(folder)
+
+
 def test_write_zip_layout_and_determinism(tmp_path):
     images = [pixels(i, 4, 6, 3) for i in range(1001)]
     labels = [i % 7 for i in range(1001)]

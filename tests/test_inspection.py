@@ -6,6 +6,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from edm2.cli.main import main
 from edm2.dataset_zip import write_zip
@@ -56,6 +57,19 @@ class TestCheck:
         assert found[7].endswith("is uint8 [3, 4, 4], and 00000/img00000000.png is uint8 [3, 4, 6]") and len(found) == 9
         result = call(main, "dataset", "check", str(images))
         assert result.exit_code == 1 and f"Error: {images}: 9 faults in 100 files" in result.output.splitlines()
+
+    def test_any_size(self, images):
+        """As `convert` takes them; what it does not is a fault all the same, and a malformed dataset.json one."""
+        names = sorted(images.rglob("*.png"))
+        for path, image in zip(names[50:], (np.zeros((5, 9, 3)), np.zeros((4, 6)))):
+            Image.fromarray(image.astype(np.uint8)).save(path)
+        names[3].write_bytes(b"text")
+        np.save(images / "latents.npy", np.zeros((8, 2, 2), np.float32))
+        (images / "dataset.json").write_text("{")
+        result, told = call(main, "dataset", "check", str(images), "--any-size"), list(faults(images, any_size=True))
+        assert "dataset.json is malformed" in told[0] and "img00000003.png: not an image" in told[1] and "latents.npy is float32" in told[2]
+        assert result.exit_code == 1 and "3 faults in 101 files" in result.output and len(told) == 3
+        assert "5 faults in 101" in call(main, "dataset", "check", str(images)).output
 
     def test_numbers(self, tmp_path):
         for i, value in enumerate((0, np.nan, np.inf)):

@@ -193,9 +193,10 @@ class TestDisk:
     def test_leftovers_are_removed(self, config):
         outdir = Path(config.outdir)
         edm2.train(replace(config, duration=48))
-        (outdir / ".training-state-0000000.048.pt.123.tmp").write_bytes(b"half")
+        for name in (".training-state-0000000.048.pt.123.tmp", ".tmpQ2hpLi", ".mine"):
+            (outdir / name).write_bytes(b"half")
         edm2.train(replace(config, duration=48))
-        assert not [name for name in names(outdir) if name.startswith(".")]
+        assert [name for name in names(outdir) if name.startswith(".")] == [".mine"]
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.torture)])

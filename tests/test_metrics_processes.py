@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 
 import click
 import numpy as np
@@ -75,6 +76,24 @@ class TestErrors:
             monkeypatch.setenv("RANK", rank)
             lines.append(refused(main, *args))
         assert lines[0] == lines[1] and waited == [commands.LATER]
+
+    def test_warnings_are_notes(self, monkeypatch):
+        """Those of this project's own; others say where they come from."""
+        monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+        call(commands.Command("name", callback=lambda: None))
+        own, other = str(ROOT / "edm2" / "data.py"), "/usr/lib/other.py"
+        assert warnings.formatwarning("far off", UserWarning, own, 3) == "Note: far off\n"
+        assert warnings.formatwarning("far off", UserWarning, other, 3, "x") == f"{other}:3: UserWarning: far off\n  x\n"
+        assert "DeprecationWarning" in warnings.formatwarning("far off", DeprecationWarning, own, 3, "x")
+
+    def test_of_files_in_one_line(self):
+        """What the system refuses; all else keeps its traceback."""
+        for error, line in ((PermissionError(13, "Permission denied", "a/b"), "Error: a/b: Permission denied"), (OSError("other"), None)):
+            def fail(error=error):
+                raise error
+
+            result = call(commands.Command("name", callback=fail))
+            assert result.exit_code == 1 and (result.output.rstrip() == line if line else result.exception is error)
 
     @pytest.mark.parametrize(("error", "waits"), [(RuntimeError("Connection closed by peer"), True), (click.exceptions.Exit(3), False)])
     def test_a_lost_connection_is_not_told_before_its_cause(self, monkeypatch, error, waits):

@@ -11,6 +11,7 @@ import torch
 
 import edm2
 from edm2.cli.main import main
+from edm2.info import describe
 from edm2.latents import LatentEncoder, RGBEncoder
 from edm2.model_folder import export
 from edm2.official import LICENCE
@@ -47,6 +48,17 @@ def test_a_folder(files, tmp_path):
     for words in ("class-conditional, 8×8×3 pixels", "| training images | 2,147,483,648 |", "of strength 1.4", "class_labels=[0]"):
         assert words in card
     assert "CC BY-NC-SA" not in card
+
+
+def test_what_is_told_of_it(files, tmp_path):
+    export(tmp_path / "a", *map(edm2.load_snapshot, files), guidance=1.4)
+    told = describe(tmp_path / "a")
+    assert (told["kind"], told["guide"], told["guidance"]) == ("folder for a model hub", "gnet.safetensors", 1.4)
+    export(tmp_path / "b", edm2.load_snapshot(files[0]))
+    assert "guide" not in describe(tmp_path / "b") and describe(tmp_path / "b")["config"] == told["config"]
+    (tmp_path / "a" / "model_index.json").write_text("{")
+    with pytest.raises(edm2.UserError, match="model_index.json cannot be read"):
+        describe(tmp_path / "a")
 
 
 def test_the_pipeline_reads_it(files, tmp_path):

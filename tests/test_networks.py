@@ -110,6 +110,7 @@ class TestImport:
         assert "is another file than expected" in refused(main, "import", server.url, out, f"--sha256={'0' * 64}")
         assert "its SHA-256 is" in refused(main, "import", str(PICKLE), out, f"--sha256={'0' * 64}")
         assert "is no SHA-256" in refused(main, "import", str(PICKLE), out, "--sha256=0")
+        assert refused(main, "import", "none", f"--out={tmp_path}/new") and not (tmp_path / "new").exists()
         server.data = b"<html>"
         assert "is no file of the wanted kind" in refused(main, "import", server.url.replace("a-1", "b-1"), out)
         assert "--sha256 is that of one file" in refused(main, "import", "edm2-img512-s-fid", out, "--sha256=0")

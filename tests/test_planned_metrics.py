@@ -38,6 +38,10 @@ def dry(tmp_path, *args) -> dict[str, str]:
 
 
 class TestFacts:
+    def test_a_guide_without_a_strength(self, net, guide, tmp_path):
+        result = call(main, *gen(tmp_path, f"--net={net}", f"--gnet={guide}", "-n"))
+        assert "Note: nothing is guided: --gnet needs --guidance\n" in result.output and result.exit_code == 0
+
     def test_evaluations_are_those_that_are_then_made(self, net, guide, data, tmp_path, monkeypatch):
         """For each image, counted."""
         counted = counted_evaluations(monkeypatch)

@@ -118,6 +118,13 @@ class TestSample:
         np.testing.assert_array_equal(at, above)
         assert np.abs(at - below).max() > 0
 
+    def test_a_guide_without_a_strength_is_told(self, net, tmp_path):
+        """It is not looked at then; nor with a strength of 1, which needs no words."""
+        options = f"--net={net}", f"--outdir={tmp_path}/a", "--seeds=0", "--steps=1", f"--gnet={tmp_path}/none"
+        note = "Note: nothing is guided: --gnet needs --guidance\n"
+        assert call(sample.main, *options).output.count(note) == 1 and note in call(sample.main, *options, "--dry-run").output
+        assert "nothing is guided" not in call(sample.main, *options, "--guidance=1").output
+
     def test_a_network_trained_without_some_labels_guides_itself(self, tmp_path, monkeypatch):
         """By what it makes of no labels; without guidance it is evaluated once."""
         network = small_net(5)

@@ -107,6 +107,12 @@ class TestValues:
         for p in swept(run, "--std=0.05,0.08", "--guidance=1.5", f"--gnet={tmp_path}/guide.safetensors"):
             assert p["value"] == pytest.approx(value(run, data, average(run, p["std"]), gnet=guide, guidance=1.5), rel=1e-3)
 
+    def test_what_guides_nothing_is_told(self, run):
+        options = "sweep", run, *QUICK, "--std=0.08"
+        assert "nothing is guided: --gnet needs --guidance" in call(main, *options, "--gnet=none").output
+        assert "nothing is guided: --guidance-interval needs --guidance" in call(main, *options, "--guidance-interval=0,1").output
+        assert "nothing is guided" not in call(main, *options).output
+
     def test_intervals(self, run, data):
         """Without guidance there is one; all others are points of their own."""
         intervals = "--guidance-interval=0,1", "--guidance-interval=0,inf"

@@ -8,6 +8,7 @@ import numpy as np
 from edm2.calibration import Calibration, calibrate
 from edm2.cli.figures import figure_class, save_figure
 from edm2.cli.parameters import Float
+from edm2.errors import UserError
 from edm2.stats import read_stats
 
 
@@ -18,7 +19,11 @@ from edm2.stats import read_stats
 def calibrate_run(run: Path, share: float, out: Path | None) -> None:
     """Suggest the noise levels to train with on this run's data, from its error by noise level and u(sigma): --P_mean and
     --P_std of train.py, centred where the network finds structure. A short run with a large --P_std (2, say) will do."""
-    found, out = calibrate(read_stats(run), share), out or run / "noise_levels.png"
+    stats, out = read_stats(run), out or run / "noise_levels.png"
+    try:
+        found = calibrate(stats, share)
+    except UserError as e:
+        raise UserError(f"{run}: {e}") from e
     draw(found, out)
     for words in found.warnings:
         click.echo(f"Note: {words}.")

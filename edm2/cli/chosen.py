@@ -37,6 +37,12 @@ def choose_files(preset: str | None, networks: Path, net: str | None, gnet: str 
     return chosen._replace(**dict(zip(("net", "gnet"), (None if path is None else str(path) for path in paths))))
 
 
+def note_unused(gnet: str | None, guided: bool, intervals: bool = False) -> None:
+    """Of a guide, or of intervals to guide in, that were given without a strength."""
+    if not guided and (gnet is not None or intervals) and is_first():
+        click.echo(f"Note: nothing is guided: {'--guidance-interval' if gnet is None else '--gnet'} needs --guidance", err=True)
+
+
 def choose_sources(preset: str | None, networks: Path, net: str | None, gnet: str | None, guidance: float | None) -> Published:
     """Files or addresses of the network and, where there is guidance, its guide, and the strength: those given, else the preset's."""
     strength = {} if guidance is None else {"guidance": guidance}

@@ -1,6 +1,8 @@
 """Commands and groups of them whose errors are one line."""
 
 import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,19 +14,34 @@ LATER = 5.0  # seconds
 
 
 class _OneLineErrors:
-    """Prints a UserError as `Error: …`, exit code 1, without a traceback. What all processes meet is printed once; see `_wait`."""
+    """Prints a UserError as `Error: …`, exit code 1, without a traceback; so it does what the system refuses of a file. What all processes
+    meet is printed once; see `_wait`. Warnings of this project are printed as `Note: …`."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        warnings.formatwarning = _formatted
         try:
             return super().invoke(ctx)
         except UserError as e:
             _wait()
             raise click.ClickException(" ".join(str(e).split())) from e
+        except OSError as e:
+            _wait()
+            if e.filename is None:
+                raise
+            raise click.ClickException(f"{e.filename}: {e.strerror}") from e
         except (click.Abort, click.exceptions.Exit):
             raise
         except (click.ClickException, RuntimeError):  # this, perhaps, of the connection to one that met an error and ended
             _wait()
             raise
+
+
+def _formatted(message: Warning | str, category: type[Warning], filename: str, *where: Any) -> str:
+    own = category is UserWarning and Path(filename).is_relative_to(Path(__file__).parents[2])
+    return f"Note: {message}\n" if own else _format(message, category, filename, *where)
+
+
+_format = warnings.formatwarning
 
 
 def _wait() -> None:

@@ -65,33 +65,38 @@ def convert(
     """Turn a folder or ZIP of images into a dataset of equally sized ones.
 
     center-crop-dhariwal resizes as ADM did for ImageNet: halve with a box filter while the short side is at least twice the
-    target, bring it to the target bicubically, crop the centre. center-crop scales the largest area of the wanted shape, and
-    center-crop-wide adds black above and below, so that the image is square. Labels come from SOURCE's dataset.json if it has one.
+    target, bring it to the target bicubically, crop the centre. center-crop scales the largest area of the wanted shape WxH, and
+    center-crop-wide then adds black above and below, to WxW. Labels come from SOURCE's dataset.json if it has one.
 
     After an interruption the same command goes on where it was.
     """
     refuse_existing(dest, overwrite)
     files = ImageFiles(source)
-    classes, labels = folder_classes(files) if labels_from_folders else (None, files.labels())
+    classes, labels = files.class_names(), files.labels()
+    if labels_from_folders:
+        if labels is not None:
+            raise UserError(f"--labels-from-folders: {files.where('dataset.json')} has labels already; leave the option out or remove it")
+        classes, labels = folder_classes(files)
     if labels is None and not files.has_json:
         note_folders(files)
     keep_freed_memory()
     with resumable_bar(len(files.names)) as bar:
         resized = None if resolution is None else transform
         convert_dataset(files, dest, labels, "L" if grey else "RGB", resized, resolution, workers, bar.update, upright, classes)
-    told = "no labels" if labels is None else "labels" if classes is None else f"{len(classes)} classes: {shortened(classes)}"
+    told = "no labels" if labels is None else "labels" if not classes else f"{len(classes)} classes: {shortened(classes)}"
     click.echo(f"wrote {dest}: {len(files.names)} images, {told}")
 
 
 @dataset.command(short_help="Read every file, and name every fault.")
 @click.argument("path", metavar="ZIP|DIR", type=click.Path(path_type=Path))
-def check(path: Path) -> None:
+@click.option("--any-size", is_flag=True, help="Let images differ in size, and be grey or in colour: before `convert`.")
+def check(path: Path, any_size: bool) -> None:
     """Read every file of a dataset, and name every fault: files that cannot be read, other sizes and types, labels that do not
     fit or belong to no file, latents that are none. The exit code is 1 if there is one."""
     count = len(ImageFiles(path).names)
     found = 0
     with files_bar(count) as bar:
-        for line in faults(path, bar.update):
+        for line in faults(path, bar.update, any_size):
             tqdm.write(" ".join(line.split()))
             found += 1
     if found:

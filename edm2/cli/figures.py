@@ -5,7 +5,7 @@ from typing import Any
 
 from edm2.errors import UserError
 from edm2.extras import optional_imports
-from edm2.files import replacing
+from edm2.files import make_folder, replacing
 
 
 def figure_class() -> Any:
@@ -16,7 +16,8 @@ def figure_class() -> Any:
 
 
 def save_figure(figure: Any, out: Path) -> None:
-    """UserError where it cannot be written; what is there then stays."""
+    """Its folder is made. UserError where it cannot be written; what is there then stays."""
+    make_folder(out.parent)
     with replacing(out) as temporary:
         try:
             figure.savefig(temporary, format=out.suffix[1:] or "png")

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from edm2.cli.dataset import shortened
 from edm2.errors import UserError
 from edm2.info import describe
 from edm2.networks import network_file
@@ -29,7 +30,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             yield _printable(name)
             yield from (f"    {_printable(inner):<20} {_text(x)}" for inner, x in value.items())
         else:
-            yield f"{_printable(name):<24} {_text(value)}"
+            yield f"{_printable(name):<24} {_text(shortened(value) if name == 'classes' and isinstance(value, list) else value)}"
 
 
 def _text(value: Any) -> str:

@@ -9,7 +9,7 @@ import click
 
 from edm2.backends import full_precision
 from edm2.cli.candidates import Candidate, Choice, candidates
-from edm2.cli.chosen import guidance_interval_option, preset_option
+from edm2.cli.chosen import guidance_interval_option, note_unused, preset_option
 from edm2.cli.metrics_plan import plan
 from edm2.cli.parameters import Float, FloatList, ImageCount, IntList, Names
 from edm2.cli.planned import tell
@@ -63,6 +63,7 @@ def gen(
     """
     full_precision()
     chosen = Choice(**choice)
+    note_unused(chosen.gnet, guided=chosen.guidance is not None or chosen.preset is not None)
     if num < 2:
         raise UserError("--num: metrics need two images at least")
     if dry_run:

@@ -23,7 +23,7 @@ from edm2.published import PUBLISHED, address
 def import_networks(source: str, out: str, sha256: str | None, dry_run: bool) -> None:
     """Convert a network of the official release to a snapshot of this project: a pickle, its address, or the networks of a
     published preset, e.g. edm2-img512-s-guid-fid. Nothing in the pickle is executed."""
-    folder = user_path(out) if dry_run else make_folder(user_path(out))
+    folder = user_path(out)
     row = PUBLISHED.get(source)
     if row is not None and sha256 is not None:
         raise UserError("--sha256 is that of one file: give its address instead of a preset")
@@ -37,7 +37,7 @@ def import_networks(source: str, out: str, sha256: str | None, dry_run: bool) ->
         if dry_run:
             tell({"network": where(each, folder), "snapshot": str(converted_file(path or place(each, folder), folder))})
         else:
-            click.echo(f"wrote {convert(path, folder)}")
+            click.echo(f"wrote {convert(path, make_folder(folder))}")
     click.echo(f"Note: {LICENCE}.")
 
 

@@ -70,7 +70,8 @@ def phema(
 
     A width is σ_rel, the standard deviation of the average's profile as a share of the training time. Of each width the command
     first tells how far the profile that the snapshots can combine to is from the wanted one (relative L2 distance), and how
-    much errors of the snapshots, such as their rounding to fp16, grow in it.
+    much errors of the snapshots, such as their rounding to fp16, grow in it. Files that are there under the names of the new ones are
+    replaced, unless --skip keeps them.
     """
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -140,6 +141,8 @@ def _table(plan: Plan) -> str:
 def plan(duration: int, outstd: list[float], instd: list[float], accuracy: float) -> None:
     """Tell how often a run must save snapshots, so that averages of these widths can be made at its end."""
     check_widths([*outstd, *instd])
+    if duration < 1:
+        raise UserError("--duration must be one image at least")
     instd = list(dict.fromkeys(instd))
     click.echo("snapshots every   times   worst error of fit   growth of rounding")
     times = 1

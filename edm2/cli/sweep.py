@@ -11,6 +11,7 @@ from tqdm import tqdm
 from edm2.averages import RunAverages
 from edm2.backends import full_precision
 from edm2.checkpoint import OPTIONS
+from edm2.cli.chosen import note_unused
 from edm2.cli.figures import figure_class, save_figure
 from edm2.cli.parameters import Float, FloatList, Interval, IntList
 from edm2.cli.results import note_programs
@@ -79,6 +80,7 @@ def sweep(
         reference = None if ref is None else read_reference(network_file(ref, networks))
         dataset = open_data(averages, data, metric) if reference is None else None
         guided = any(point.guidance != 1 for point in points)
+        note_unused(gnet, guided, tuple(intervals) != (EVERYWHERE,))
         guide = choose_guide(averages, gnet, gnet_kimg, networks, procs.device) if guided else None
         distance = open_metric(metric, reference, dataset, out, procs, networks)
         note_programs(reference, [distance])
