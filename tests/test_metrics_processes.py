@@ -81,8 +81,9 @@ class TestErrors:
         """Those of this project's own; others say where they come from."""
         monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
         call(commands.Command("name", callback=lambda: None))
-        own, other = str(ROOT / "edm2" / "data.py"), "/usr/lib/other.py"
-        assert warnings.formatwarning("far off", UserWarning, own, 3) == "Note: far off\n"
+        own, other = str(ROOT / "edm2" / "data.py"), str(ROOT / "other.py")
+        for path in (own, str(ROOT / "train.py")):
+            assert warnings.formatwarning("far off", UserWarning, path, 3) == "Note: far off\n"
         assert warnings.formatwarning("far off", UserWarning, other, 3, "x") == f"{other}:3: UserWarning: far off\n  x\n"
         assert "DeprecationWarning" in warnings.formatwarning("far off", DeprecationWarning, own, 3, "x")
 

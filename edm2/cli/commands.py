@@ -11,6 +11,8 @@ from edm2.distributed import is_first
 from edm2.errors import UserError
 
 LATER = 5.0  # seconds
+PACKAGE = Path(__file__).parents[1]
+SCRIPTS = PACKAGE.with_name("train.py"), PACKAGE.with_name("sample.py")
 
 
 class _OneLineErrors:
@@ -37,8 +39,8 @@ class _OneLineErrors:
 
 
 def _formatted(message: Warning | str, category: type[Warning], filename: str, *where: Any) -> str:
-    own = category is UserWarning and Path(filename).is_relative_to(Path(__file__).parents[2])
-    return f"Note: {message}\n" if own else _format(message, category, filename, *where)
+    own = Path(filename).is_relative_to(PACKAGE) or Path(filename) in SCRIPTS
+    return f"Note: {message}\n" if own and category is UserWarning else _format(message, category, filename, *where)
 
 
 _format = warnings.formatwarning
