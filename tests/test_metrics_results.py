@@ -99,7 +99,7 @@ class TestKept:
                 with pytest.raises(TimeoutError):
                     third.result(2)
                 assert read(tmp_path) == before
-            third.result(20)
+            third.result(200)
         assert seeds() == [100, 104, 0, 4, 200]
 
     def test_other_facts_are_other_runs(self, gen, tmp_path, measured):
